@@ -118,6 +118,19 @@ def retokenize(tokenizer: Any = None, vocab_size: int = 288) -> Any:
     return lm.retokenize(own if tokenizer is None else tokenizer, vocab_size, own, *draft())
 
 
+COSTS = lm.StepCosts(2, (0, 2), (0.1, 0.2))
+
+
+def greedy_differences(**changes: Any) -> Any:
+    output = lm.GenerateOutput([[1]], None, [])  # type: ignore[arg-type]
+    given: dict[str, Any] = {"prompts": [[1]], "output": output, "plain": output}
+    return lm.greedy_differences(**target()._asdict() | given | changes)
+
+
+def encode_without(special_tokens: Any) -> list[int]:
+    return lm.load_tokenizer(QWEN2).encode("x", add_special_tokens=special_tokens)
+
+
 def stats(kept: Any) -> sd.AcceptanceStats:
     ids = np.zeros((1, K + 1), np.int32)
     return sd.AcceptanceStats.from_steps(lm.StepRecord(ids, kept, kept, kept, kept))
@@ -136,8 +149,8 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
     TypeError: {
         "drawn must be a DraftSample, but it is an array [2] of float32: pass what "
         "sample_draft_tokens returned": lambda: write(zeros(B)),
-        "drawn.log_normalizer must be an array [B] = [2], but it is None: a greedy draft has no q "
-        "to store": lambda: write(sd.DraftSample(zeros(B, jnp.int32))),
+        "drawn.log_normalizer must be an array [B] = [2] of float32, but it is None: a greedy "
+        "draft has no q to store": lambda: write(sd.DraftSample(zeros(B, jnp.int32))),
         "drafter must be a Drafter, but it is a LoadedModel: pass "
         "drafter=ModelDrafter(draft.model) and draft_params=draft.params": lambda: generate(
             drafter=draft()
@@ -252,7 +265,7 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "registry must be a CollectorRegistry of prometheus_client, but it is 5": (
             lambda: lm.PrometheusExporter(5)
         ),
-        "seconds must be a number, but it is '1'": lambda: stats(np.ones((1, 1))).log_line("1"),
+        "seconds must be a number, but it is '1'": lambda: stats(np.ones(1, int)).log_line("1"),
         "params['fc'][0] must be an array, but it is 1.0": (
             lambda: lm.models.quantize({"fc": [1.0]})
         ),
@@ -374,6 +387,30 @@ NAMED: list[tuple[type[Exception], str, Call]] = [
     (TypeError, "directory", lambda: lm.load_tokenizer(5)),
     (TypeError, "dtype", lambda: lm.load_huggingface(WEIGHTS / "draft", "float23")),
     (TypeError, "dtype", lambda: save(draft().params, jnp.int8)),
+    (TypeError, "params", lambda: driver(engine(), [1.0])),
+    (TypeError, "params", lambda: generate(target().model, "x", [[1]])),
+    (ValueError, "params", lambda: lm.SuffixDrafter(history=4).add({}, [1])),
+    (TypeError, "matchers[0]", lambda: sd.grammar.advance_matchers([zeros(2)], [[1]])),
+    (TypeError, "draft_budget", lambda: lm.StepCosts(2, np.int32(3), (0.1,))),
+    (TypeError, "seconds", lambda: lm.StepCosts(2, (0, 1), 0.1)),
+    (TypeError, "seconds[1]", lambda: lm.StepCosts(2, (0, 1), (0.1, "0.2"))),
+    (TypeError, "unconditional_rates", lambda: COSTS.best("x")),
+    (ValueError, "unconditional_rates", lambda: COSTS.best([0.5])),
+    (TypeError, "share", lambda: COSTS.best([0.5, 0.5], "x")),
+    (TypeError, "path", lambda: COSTS.save(None)),
+    (TypeError, "path", lambda: lm.StepCosts.load(5)),
+    (TypeError, "bad_words", lambda: lm.RequestOptions(bad_words=np.int32(3))),
+    (TypeError, "vocab_size", lambda: lm.RequestOptions().check(None)),
+    (TypeError, "options[0]", lambda: lm.OptionSizes.of([{}])),
+    (TypeError, "options", lambda: lm.OptionSizes.of(None)),
+    (TypeError, "options", lambda: lm.OptionSizes().check({})),
+    (TypeError, "model", lambda: greedy_differences(model=draft())),
+    (TypeError, "prompts", lambda: greedy_differences(prompts=None)),
+    (ValueError, "output.completions", lambda: greedy_differences(prompts=[[1], [2]])),
+    (TypeError, "prompt_token_ids", lambda: lm.TextStream(lm.decode_bytes, ["a"])),
+    (TypeError, "other", lambda: lm.load_tokenizer(QWEN2).has_same_vocabulary("qwen2")),
+    (TypeError, "other", lambda: lm.load_tokenizer(QWEN2).check_same_vocabulary(None)),
+    (TypeError, "add_special_tokens", lambda: encode_without(None)),
     (ValueError, "params['embed_tokens']", lambda: save(target().params)),
     (ValueError, "positions", lambda: rejection_sample(positions=np.array([5, 2**31]))),
     (ValueError, "num_draft_tokens[1]", lambda: jax.jit(lambda: dense([2, 7]).token_ids)()),

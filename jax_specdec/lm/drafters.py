@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
@@ -12,6 +13,7 @@ from typing import Literal, NamedTuple, TypeVar
 from jax_specdec import SpecDecodeConfig, lm
 from jax_specdec._src.base.arrays import either, require
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, read_config
+from jax_specdec.lm.formats.files import is_there
 from jax_specdec.lm.models.protocol import Params
 
 NO_DRAFTS = "none"
@@ -299,26 +301,50 @@ def check_name(draft: str, *, has_target: bool) -> None:
     name = draft.removeprefix(SUFFIX_PREFIX)
     kind = kind_of(name)
     must = "be followed by a head or a model, as in suffix+eagle3"
-    is_whole = not is_pair(draft) or (name != "" and kind.has_weights)
+    is_whole = not is_pair(draft) or (name != "" and kind.has_weights and not is_pair(name))
     require(is_whole, f"--draft {SUFFIX_PREFIX}", must, draft)
-    hint = _instead_of(draft, name)
-    if has_target:
-        fits = kind.for_checkpoints and hint is None
-        must = f"be {names_of(lambda one: one.for_checkpoints)} with --target"
-    else:
-        fits = kind.for_embedded
-        must = f"be {names_of(lambda one: one.for_embedded)} without --target"
-    require(fits, "--draft", must, draft, hint)
-    if kind.prefix and name == kind.prefix != kind.name:
+    holds: Callable[[Kind], bool]
+    holds = operator.attrgetter("for_checkpoints" if has_target else "for_embedded")
+    must = f"be {names_of(holds)} {'with' if has_target else 'without'} --target"
+    hint = _instead_of(draft, name, holds)
+    may_be = kind.name != _DIR or (name.strip() and hint is None)
+    require(holds(kind) and may_be, "--draft", must, draft, hint)
+    if kind.name.endswith(_DIR) and not name.removeprefix(kind.prefix).strip():
         raise ValueError(f"--draft {name} must be followed by the directory of a head")
 
 
-def _instead_of(draft: str, name: str) -> str | None:
-    """Returns how the directory of a head is named, if `name`, the end of `draft`, may mean one."""
-    kind, colon, directory = name.partition(":")
+def check_target(target: str) -> None:
+    """Checks that what `--target` names may be a directory.
+
+    Raises:
+      ValueError: it is empty, or no directory but the name of a drafter.
+    """
+    kind = kind_of(target)
+    is_drafter = kind.name != _DIR and not is_there(Path(target))
+    hint = f"{kind.name} is a drafter, which --draft names" if is_drafter else None
+    is_directory = target.strip() and not is_drafter
+    require(is_directory, "--target", "be the directory of a checkpoint", target, hint)
+
+
+def _instead_of(draft: str, name: str, holds: Callable[[Kind], bool]) -> str | None:
+    """Returns how a message about a drafter ends, if its name may be meant for another.
+
+    Args:
+      name: the end of `draft`, without a lookup.
+      holds: whether the target may have a drafter.
+    """
     own = kind_of(name)
+    if own.name != _DIR:
+        return f"a head of another target is {own.of_others}" if own.of_others else None
+    if name and is_there(Path(name)):
+        return None
+    # A drafter in capitals, or one of the embedded target before a directory.
+    kind, colon, directory = name.partition(":")
+    meant = kind.lower() + colon + directory
     for one in DRAFTERS:
-        if colon and own.name == _DIR and one.of_others and kind in (one.name, *one.aliases):
-            meant = draft.removesuffix(name) + one.of_others.removesuffix(_DIR) + directory
-            return f"did you mean {meant!r}?"
-    return f"a head of another target is {own.of_others}" if own.of_others else None
+        if colon and one.of_others and kind.lower() in (one.name, *one.aliases):
+            meant = one.of_others.removesuffix(_DIR) + directory
+    found = kind_of(meant)
+    if found.name != _DIR and holds(found):
+        return f"did you mean {draft.removesuffix(name) + meant!r}?"
+    return f"there is neither such a directory nor a prefix {kind + colon!r}" if colon else None

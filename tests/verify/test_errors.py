@@ -1,10 +1,11 @@
-"""Every refusal of `rejection_sample` and `validate`, and the argument that it names."""
+"""Every refusal of `rejection_sample` and `validate`, those of other functions that take arrays."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import pytest
 from filled import full, ones, zeros
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 pytestmark = pytest.mark.newest
 
@@ -121,6 +123,10 @@ WRONG: list[tuple[str, str, Any, type[Exception]]] = [
     ("map", f"{DISTRIBUTION}.ids", [6, 2, 5], TypeError),
     ("candidates", f"{DISTRIBUTION}.ids", CANDIDATES[:2], ValueError),
     ("candidates", f"{DISTRIBUTION}.ids", CANDIDATES[None], ValueError),
+    ("none", "kernel_config", {}, TypeError),
+    ("none", "sampling.top_p", [[0.5], []], TypeError),
+    ("none", "noise", None, TypeError),
+    ("none", "noise", (None, None), TypeError),
     ("none", "noise", zeros((B, K)), TypeError),
     ("none", "noise.accept", zeros(N), ValueError),
     ("none", "noise.accept", zeros((B, K), jnp.int32), TypeError),
@@ -129,6 +135,7 @@ WRONG: list[tuple[str, str, Any, type[Exception]]] = [
     ("none", "keys", jax.random.key(0), ValueError),
     ("none", "positions", zeros(3, jnp.int32), ValueError),
     ("none", "positions", floats, TypeError),
+    ("none", "positions", [[1], [2, 3]], TypeError),
 ]
 CALLS = {"noise": [with_noise], "keys": [with_keys], "positions": [with_keys]}
 
@@ -349,3 +356,272 @@ def test_validate_does_not_look_at_what_nobody_reads():
     unread = np.array(CANDIDATES)
     unread[3, 0] = 99
     validate(arguments("candidates", stored(ids=unread)))
+
+
+# The other functions that take arrays
+
+STORE = sd.DraftStore.create(B, K, V)
+DRAFTS = sd.Drafts(*jax.device_put((np.zeros(B * K, np.int32), np.arange(0, 7, K, np.int32))))
+OUTPUT = sd.RejectionSampleOutput(zeros((B, K + 1), jnp.int32), ints, ints, ints)
+COUNTERS = sd.AcceptanceCounters(zeros((2, 3 * K + 3), jnp.uint32))
+STEPS = lm.StepRecord(np.zeros((1, B, K + 1), np.int32), *[np.ones((1, B), np.int32)] * 4)
+STATS = sd.AcceptanceStats.from_steps(STEPS)
+LOGPROBS = sd.TokenLogprobs(zeros((B, K + 1)), zeros((B, K + 1, 1)), zeros((B, K + 1, 1)))
+MIN_TOKENS = sd.MinTokens(zeros((B, 1), jnp.int32), ints)
+KEYS = jax.random.split(jax.random.key(0), B)
+CACHE = zeros((4, 8, 2, 8))
+Call = Callable[..., Any]
+
+
+def write(**changes: Any) -> Any:
+    given = dict(offset=0, logits=zeros((B, V)), drawn=sd.DraftSample(ints, floats, floats))
+    others = dict(positions=ints, sampling=sd.SamplingParams(0.8))
+    return STORE.write(**{**given, **others, **changes})
+
+
+def attach(drafts: sd.Drafts = DRAFTS, store: sd.DraftStore = STORE, **changes: Any) -> Any:
+    return store.attach(
+        drafts, **{"positions": ints, "sampling": sd.SamplingParams(0.8), **changes}
+    )
+
+
+def fallbacks(**changes: Any) -> Any:
+    drafts = replaced(DRAFTS, ["distribution"], changes.pop("distribution", None))
+    given = dict(sampling=sd.SamplingParams(0.8))
+    return sd.DraftStore.count_fallbacks(drafts, **{**given, **changes})
+
+
+def dense(distribution: Any) -> sd.Drafts:
+    return sd.Drafts.from_dense(np.zeros((B, K), np.int32), distribution=distribution)
+
+
+def flat(**changes: Any) -> sd.Drafts:
+    given = dict(token_ids=np.zeros(N, np.int32), num_draft_tokens=[3, 2])
+    return sd.Drafts.from_flat(**{**given, **changes})
+
+
+def logprobs(output: Any = OUTPUT, drafts: Any = DRAFTS) -> Any:
+    given = dict(sampling=sd.SamplingParams(0.8), config=CONFIG)
+    return sd.token_logprobs(zeros((B * (K + 1), V)), drafts, output, **given)
+
+
+def sample(**changes: Any) -> Any:
+    given = dict(logits=zeros((B, V)), positions=ints, offset=0, keys=KEYS)
+    return sd.sample_draft_tokens(**{**given, "sampling": sd.SamplingParams(0.8), **changes})
+
+
+def process(drafts: Any) -> Any:
+    processors = sd.LogitsProcessors(min_tokens=MIN_TOKENS)
+    return sd.process_logits(zeros((B * (K + 1), V)), drafts, processors, config=CONFIG)
+
+
+def penalties(**changes: Any) -> Any:
+    names = ("frequency", "presence", "repetition")
+    given = dict(token_ids=[[1], [2]], lengths=[1, 1], prompt_lengths=[1, 1], vocab_size=V)
+    return sd.Penalties.from_sequences(**{**given, **dict.fromkeys(names, floats), **changes})
+
+
+def attention(**changes: Any) -> Any:
+    given = dict(query=zeros((B, 1, 4, 8)), keys=CACHE, values=CACHE, start=ints)
+    return sd.decode_attention(**{**given, "pages": zeros((B, 2), jnp.int32), **changes})
+
+
+def replaced_by(tree: Any, name: str, value: Any) -> Any:
+    return replaced(tree, name.split("."), value)
+
+
+# What is refused: the beginning of the sentence, and the call.
+OTHERS: dict[type[Exception], list[tuple[str, Call]]] = {
+    TypeError: [
+        # Lists that hold no integers are no arrays: with fields, of any depth, and without.
+        (
+            "distribution.probs must be an array, but it is [[0.5",
+            lambda: dense(sd.DraftProbs([[0.5]])),
+        ),
+        ("distribution.logits must be an array, but", lambda: dense(sd.DraftLogits((0.5, 1)))),
+        ("distribution.ids must be an array, but", lambda: dense(sd.DraftProbs(floats, ids=[1]))),
+        ("distribution.valid must be an array", lambda: dense(sd.DraftProbs(floats, valid=True))),
+        ("distribution must be a DraftProbs, a Dra", lambda: flat(distribution=[[0.5]])),
+        ("token_ids must be integers, but", lambda: flat(token_ids=[[1], [2, 3]])),
+        ("logits must be an array [B, Vd] of", lambda: sample(logits=[[0.0] * V] * B)),
+        ("offset must be integers", lambda: sample(offset=0.5)),
+        # Stores
+        ("offset must be an int, but it is 0.5", lambda: write(offset=0.5)),
+        ("offset must be integers, but", lambda: write(offset=zeros(()))),
+        ("slots must be integers, but", lambda: write(slots=[0.0, 1.0])),
+        (
+            "drawn.row_max must be an array [B] =",
+            lambda: write(drawn=sd.DraftSample(ints, floats, ints)),
+        ),
+        ("slots must be integers, but", lambda: attach(slots=floats)),
+        (
+            "drafts.token_ids must be an array [N] of",
+            lambda: attach(replaced_by(DRAFTS, "token_ids", [1])),
+        ),
+        (
+            "store.positions must be an array [K, S]",
+            lambda: attach(store=replaced_by(STORE, "positions", 5)),
+        ),
+        ("slots must be an array [S] = [2] of bool", lambda: STORE.evict([0, 1])),
+        ("slots must be an array [S] = [2] of bool", lambda: STORE.evict(ints)),
+        ("some must be a DraftStore", lambda: STORE.put(None, [0])),
+        ("slots must be integers", lambda: STORE.put(STORE, None)),
+        ("own_ids must be a bool", lambda: sd.DraftStore.create(B, K, V, own_ids=ints)),
+        ("sampling.temperature must", lambda: fallbacks(sampling=sd.SamplingParams("hot"))),
+        ("active must be an array [B] = [2] of bool", lambda: fallbacks(active=[True, True])),
+        ("drafts.distribution must be a DraftP", lambda: fallbacks(distribution=floats)),
+        # Outputs and counts
+        (
+            "output.token_ids must be an array [B, K+1]",
+            lambda: sd.parse_output(replaced_by(OUTPUT, "token_ids", [[1]])),
+        ),
+        (
+            "output.num_emitted must be an array [B]",
+            lambda: sd.parse_output(replaced_by(OUTPUT, "num_emitted", floats)),
+        ),
+        (
+            "output.num_emitted must be an array [B]",
+            lambda: logprobs(replaced_by(OUTPUT, "num_emitted", floats)),
+        ),
+        (
+            "drafts.token_ids must be an array [N]",
+            lambda: logprobs(drafts=replaced_by(DRAFTS, "token_ids", [1])),
+        ),
+        ("request must be an int", lambda: LOGPROBS.of(0.5, 1)),
+        ("num_tokens must be an int", lambda: LOGPROBS.of(0, None)),
+        (
+            "counters.words must be an array [2, 3K+3]",
+            lambda: sd.AcceptanceCounters([0]).update(
+                num_proposed=ints, num_accepted=ints, num_emitted=ints
+            ),
+        ),
+        ("counters must be an AcceptanceCounters", lambda: sd.AcceptanceStats.from_counters(ints)),
+        (
+            "steps.num_kept must be integers",
+            lambda: sd.AcceptanceStats.from_steps(replaced_by(STEPS, "num_kept", 0.5)),
+        ),
+        ("earlier must be an AcceptanceStats", lambda: STATS - 1),
+        # Processors
+        (
+            "drafts.token_ids must be an array [N]",
+            lambda: process(replaced_by(DRAFTS, "token_ids", [1])),
+        ),
+        (
+            "drafts.parents must be an array [N]",
+            lambda: process(replaced_by(DRAFTS, "parents", [0])),
+        ),
+        ("token_ids must be integers", lambda: MIN_TOKENS.append(floats)),
+        ("biases must be a list, but it is {0: 1.0}", lambda: sd.LogitBias.from_mappings({0: 1.0})),
+        ("biases[1] must be a Mapping", lambda: sd.LogitBias.from_mappings([{}, [1]])),
+        ("biases[0].keys() must be integers", lambda: sd.LogitBias.from_mappings([{"a": 1.0}])),
+        ("biases[0].values() must be numbers", lambda: sd.LogitBias.from_mappings([{1: "a"}])),
+        ("size must be an int", lambda: sd.LogitBias.from_mappings([{}], size=1.0)),
+        ("frequency must be an array [B] = [2] of f", lambda: penalties(frequency=[0.5, 0.5])),
+        ("lengths must be integers", lambda: penalties(lengths=floats)),
+        ("vocab_size must be an int", lambda: penalties(vocab_size=8.0)),
+        ("presence must be numbers", lambda: sd.Penalties.pack([0.5], "x", [1.0])),
+        ("words[0] must be a list, but it is 5", lambda: sd.BadWords.pack([5])),
+        ("words[0][1] must be a list, but it is 'ab'", lambda: sd.BadWords.pack([[[1], "ab"]])),
+        ("words must be integers", lambda: sd.BadWords.pack([[[1, 0.5]]])),
+        ("num_words must be an int", lambda: sd.BadWords.pack([[[1]]], num_words=1.0)),
+        ("words must be integers", lambda: sd.BadWords.from_sequences(floats, [[1]], lengths=[1])),
+        (
+            "token_ids must be a list, but it is 'ab'",
+            lambda: sd.AllowedTokens.pack("ab", vocab_size=V),
+        ),
+        ("token_ids[0] must be integers", lambda: sd.AllowedTokens.pack([[0.5]], vocab_size=V)),
+        ("vocab_size must be an int", lambda: sd.AllowedTokens.pack([[0]], vocab_size=None)),
+        # Attention
+        ("pages must be an array [B, L] = [2, L] of", lambda: attention(pages=[[0, 1]])),
+        ("keys must be an array [P, page, Nkv, D]", lambda: attention(keys=CACHE.tolist())),
+        ("finite_cache must be a bool", lambda: attention(finite_cache=[1])),
+        ("cache must be two arrays", lambda: sd.move_rows(None, ints, zeros((B, 1), jnp.int32))),
+        # Grammars
+        (
+            "drafts.token_ids must be an array [N]",
+            lambda: sd.grammar.grammar_bitmask([None], sd.Drafts([1], ints), vocab_size=V),
+        ),
+        (
+            "vocab_size must be an int",
+            lambda: sd.grammar.forced_drafts([None], [[1]], vocab_size=None),
+        ),
+        (
+            "end_token_ids must be a list",
+            lambda: sd.grammar.forced_drafts([None], [[1]], vocab_size=V, end_token_ids=1),
+        ),
+        (
+            "max_drafts must be integers",
+            lambda: sd.grammar.forced_drafts([None], [[1]], vocab_size=V, max_drafts=0.5),
+        ),
+        (
+            "one_hot must be an array [] or [B]",
+            lambda: sd.grammar.forced_drafts([None], [[1]], vocab_size=V, one_hot=2),
+        ),
+        ("token_ids must be a list", lambda: sd.grammar.advance_matchers([None], None)),
+        ("token_ids[0] must be a list", lambda: sd.grammar.advance_matchers([None], ["a"])),
+        ("token_ids[0][0] must be an int", lambda: sd.grammar.advance_matchers([None], [[0.5]])),
+        (
+            "token_ids must be integers",
+            lambda: sd.grammar.GrammarLookahead([None], vocab_size=V).append([0.5]),
+        ),
+        # Testing
+        ("keys must be typed", lambda: sd.testing.draw_noise(ints, ints, K)),
+        ("positions must be integers", lambda: sd.testing.draw_noise(KEYS, floats, K)),
+        ("num_speculative_tokens must be an int", lambda: sd.testing.draw_noise(KEYS, ints, 3.0)),
+        ("positions must be integers", lambda: sd.testing.token_exponentials(KEYS, "ab", V)),
+        ("vocab_size must be an int", lambda: sd.testing.token_exponentials(KEYS, ints, 8.0)),
+        (
+            "drafts must be a Drafts",
+            lambda: sd.testing.which_implementation(floats, None, config=CONFIG),
+        ),
+        (
+            "config must be a Spec",
+            lambda: sd.testing.which_implementation(floats, DRAFTS, config=3),
+        ),
+    ],
+    ValueError: [
+        ("offset must be in [0, 2], but it is 3", lambda: write(offset=K)),
+        ("logits must be an array [B, Vd] = [1, 8]", lambda: write(slots=[1])),
+        ("some.positions must be an array [K, S] = [3, 1]", lambda: STORE.put(STORE, [1])),
+        (
+            "store.logits must be an array [K*S, Vd] = [6, Vd]",
+            lambda: attach(store=replaced_by(STORE, "logits", floats)),
+        ),
+        (
+            "steps.num_kept must be an array [1, 2], as token_ids",
+            lambda: sd.AcceptanceStats.from_steps(replaced_by(STEPS, "num_kept", ints)),
+        ),
+        ("request must be in [0, 1], but it is 2", lambda: LOGPROBS.of(2, 1)),
+        ("token_ids must be an array [B] = [2] or [B, n]", lambda: MIN_TOKENS.append([1])),
+        ("presence must be an array [B] = [1]", lambda: sd.Penalties.pack([0.5], [], [1.0])),
+        (
+            "max_drafts must be an array [] or [B] = [1]",
+            lambda: sd.grammar.forced_drafts([None], [[1]], vocab_size=V, max_drafts=[1, 2]),
+        ),
+        ("softcap must be a finite number above 0", lambda: attention(softcap=True)),
+        (
+            "positions must have axes that broadcast",
+            lambda: sd.testing.token_exponentials(KEYS, [1, 2, 3], V),
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "call"),
+    [(error, *case) for error, cases in OTHERS.items() for case in cases],
+)
+def test_a_wrong_argument_of_another_function_is_named(error, sentence, call):
+    with pytest.raises(error, match=f"^{re.escape(sentence)}"):
+        call()
+
+
+def test_lists_of_integers_are_taken_as_arrays():
+    slots, positions = [1, 0], [3, 7]
+    store = write(slots=slots, positions=positions)
+    assert store.positions[0].tolist() == [7, 3]
+    attached = attach(store=store, slots=slots, positions=positions)
+    assert attached.distribution.rows.tolist()[::K] == slots
+    numbers = jax.tree.map(np.asarray, (DRAFTS, store))  # and arrays of NumPy as those of JAX
+    again = attach(*numbers, slots=slots, positions=positions)
+    assert again.distribution.valid.tolist() == attached.distribution.valid.tolist()

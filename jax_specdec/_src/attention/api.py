@@ -25,6 +25,7 @@ from jax_specdec._src.base.arrays import (
     check_array,
     check_choice,
     check_int,
+    check_type,
     require,
 )
 from jax_specdec._src.base.platform import Platform, traced_for_platform
@@ -148,8 +149,10 @@ def decode_attention(
     if depth is not None:
         check_array("depth", depth, "[B, S] int32", sizes)
         require(tree_mask is not None, "depth", "be None without tree_mask", depth)
+    check_type("finite_cache", finite_cache, bool)
     for name, number in (("softcap", softcap), ("scale", scale)):
-        is_above = isinstance(number, numbers.Real) and 0 < number < math.inf
+        is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+        is_above = is_number and 0 < typing.cast(float, number) < math.inf
         require(number is None or is_above, name, "be a finite number above 0, or None", number)
     check_choice(
         "implementation", implementation, (None, *typing.get_args(AttentionImplementation))
@@ -162,7 +165,7 @@ def decode_attention(
     static = AttentionStatic(
         scale=float(scale or query.shape[-1] ** -0.5),
         window=window,
-        softcap=softcap,
+        softcap=None if softcap is None else float(softcap),
         finite_cache=finite_cache,
         implementation=implementation,
     )

@@ -48,16 +48,18 @@ def check_cache(keys: Array, values: Array, pages: Array | None, dtype: str, siz
       ValueError: an array of another shape.
     """
     hint = None
+    if pages is not None:
+        check_array("pages", pages, "[B, L] int32", sizes)
     # New keys of a call say how many heads there are: then a pool with heads first shows.
-    if np.ndim(keys) == 4 and sizes.get("Nkv") == keys.shape[1] != keys.shape[2]:
+    is_4d = len(getattr(keys, "shape", ())) == 4
+    if is_4d and sizes.get("Nkv") == keys.shape[1] != keys.shape[2]:
         hint = HEADS_LAST
     if pages is not None:
         check_array("keys", keys, f"[P, page, Nkv, D] {dtype}", sizes, hint)
         check_array("values", values, f"[P, page, Nkv, D] {keys.dtype}", sizes)
-        check_array("pages", pages, "[B, L] int32", sizes)
         sizes["T"] = sizes["L"] * sizes["page"]
         require(sizes["P"] or not sizes["T"], "keys", "have a page", keys)
-    elif np.ndim(keys) == 4:
+    elif is_4d:
         hint = hint or "a pool of pages needs `pages`"
         check_array("keys", keys, f"[B, T, Nkv, D] {dtype}", sizes, hint)
         check_array("values", values, f"[B, T, Nkv, D] {keys.dtype}", sizes)
@@ -203,7 +205,9 @@ def move_rows(
       [0.0, 1.0, 3.0, 5.0, 4.0, 5.0]
     """
     sizes: Sizes = {}
-    require(len(cache) == 2, "cache", "be two arrays, keys and values of a layer", cache)
+    must = "be two arrays, keys and values of a layer"
+    require(isinstance(cache, (tuple, list)), "cache", must, cache, error=TypeError)
+    require(len(cache) == 2, "cache", must, cache)
     keys, values = cache
     start = as_int32("start", start, "[B]", sizes)
     path = as_int32("path", path, "[B, J]", sizes)

@@ -10,7 +10,7 @@ import functools
 import json
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
@@ -196,7 +196,7 @@ def check_array(
 
     Args:
       value: its value.
-      declared: as for `pytree`; without a dtype, any will do.
+      declared: as for `pytree`; without a shape or a dtype, any will do.
       sizes: what letters stand for. A letter that is not in it may have any size.
       hint: ends the message; a function if it takes work to find.
 
@@ -210,14 +210,14 @@ def check_array(
       ValueError: positions must be an array [B] = [2] of int32, but it is an array [3] of int32
     """
     shapes, dtypes = _parsed(declared)
-    fits = isinstance(value, _ARRAY) and _fits(shapes, value.shape, sizes)
+    fits = isinstance(value, _ARRAY) and (not shapes or _fits(shapes, value.shape, sizes))
     if fits and (not dtypes or str(value.dtype) in dtypes):  # type: ignore[attr-defined]
         return
     # A wrong shape is a ValueError, whatever the dtype; anything else that is wrong is its type.
-    wanted = either(_shape_text(shape, sizes) for shape in shapes)
+    wanted = " " + either(_shape_text(shape, sizes) for shape in shapes) if shapes else ""
     of = f" of {either(dtypes)}" if dtypes else ""
     error = ValueError if isinstance(value, _ARRAY) and not fits else TypeError
-    refuse(error, name, f"be an array {wanted}{of}", value, hint() if callable(hint) else hint)
+    refuse(error, name, f"be an array{wanted}{of}", value, hint() if callable(hint) else hint)
 
 
 @functools.cache
@@ -328,8 +328,7 @@ def check_increasing(
       ValueError: one is out of range, or they do not increase.
     """
     must = "be increasing ints, at least one"
-    require(isinstance(values, Iterable), name, must, values, error=TypeError)
-    numbers = tuple(check_int(f"{name}[{i}]", x, low, high) for i, x in enumerate(values))
+    numbers = tuple(check_int(*entry, low, high) for entry in named_entries(name, values, must))
     is_rising = bool(numbers) and list(numbers) == sorted(set(numbers))
     require(is_rising, name, must, numbers)
     return numbers
@@ -414,22 +413,72 @@ def checked_dtype(dtype: Any, named: str = "", name: str = "dtype") -> np.dtype:
     return found
 
 
-def host_int32(name: str, values: Any) -> np.ndarray:
-    """Returns values on the host as int32, if that changes none of them.
+def host_array(name: str, values: Any, must: str) -> np.ndarray:
+    """Returns values on the host, in the dtype that NumPy gives them.
+
+    Args:
+      must: what the values must be, for the message.
+
+    Raises:
+      TypeError: lists of different lengths, which make no array.
+    """
+    try:
+        return np.asarray(values)
+    except ValueError:
+        refuse(TypeError, name, must, values, "lists of one length make an array")
+
+
+def named_entries(name: str, values: Any, must: str = "be a list") -> list[tuple[str, Any]]:
+    """Returns the entries of a list, each after its name in messages.
+
+    Args:
+      must: what the list must be, for the message.
+
+    Raises:
+      TypeError: no list: text, a dict, or what has no entries.
+    """
+    try:
+        entries = None if isinstance(values, (str, bytes, Mapping)) else list(values)
+    except TypeError:
+        entries = None
+    if entries is None:
+        refuse(TypeError, name, must, values)
+    return [(f"{name}[{i}]", entry) for i, entry in enumerate(entries)]
+
+
+def host_numbers(name: str, values: Any) -> np.ndarray:
+    """Returns a list of numbers on the host, ``[n]`` float64.
+
+    Raises:
+      TypeError: not numbers.
+      ValueError: another shape.
+    """
+    must = "be numbers"
+    array = host_array(name, values, must)
+    require(array.dtype.kind in "iuf", name, must, values, error=TypeError)
+    check_array(name, array, "[n]", {})
+    return array.astype(np.float64)
+
+
+def host_int32(name: str, values: Any, declared: str = "") -> np.ndarray:
+    """Returns values on the host as int32, if that changes none; and checks a declared shape.
 
     Raises:
       TypeError: not integers.
-      ValueError: an integer out of the range of int32.
+      ValueError: an integer out of the range of int32, or another shape.
     """
-    array = values if isinstance(values, _ARRAY) else np.asarray(values)
-    if array.size == 0 and array is not values:  # NumPy makes an empty list float64
+    must = "be integers"
+    array = values if isinstance(values, _ARRAY) else host_array(name, values, must)
+    # NumPy makes an empty list float64
+    if array.size == 0 and isinstance(array, np.ndarray):
         array = array.astype(np.int32)
-    require(jnp.issubdtype(array.dtype, jnp.integer), name, "be integers", values, error=TypeError)
+    require(jnp.issubdtype(array.dtype, jnp.integer), name, must, values, error=TypeError)
     array = np.asarray(array)
     limits = np.iinfo(np.int32)
     too_large = array[(array < limits.min) | (array > limits.max)]
     if too_large.size:
         refuse(ValueError, name, "be integers that int32 holds", too_large[0])
+    check_array(name, array, declared, {})
     return array.astype(np.int32)
 
 
@@ -483,7 +532,7 @@ def described(value: object) -> str:
     """Returns a value for a message, in one line: of an array, its shape and dtype."""
     if isinstance(value, np.generic):
         return str(value)
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
+    if hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, type):
         return f"an array {list(value.shape)} of {value.dtype}"
     try:
         text = " ".join(f"{value!r}".split())

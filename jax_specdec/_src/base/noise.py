@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.base.arrays import Sizes, check_array, refuse
+from jax_specdec._src.base.arrays import Sizes, as_int32, check_array, check_int, refuse, require
 from jax_specdec._src.base.types import TILE, Noise
 
 
@@ -233,7 +233,8 @@ def draw_noise(keys: jax.Array, positions: jax.Array, num_speculative_tokens: in
       `Noise` with ``accept [B, K]`` and ``recover [B, 2]``.
 
     Raises:
-      TypeError: `keys` are not typed keys of two or four words.
+      TypeError: `keys` are not typed keys of two or four words, or another argument not integers.
+      ValueError: shapes that do not fit, or K below 1.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -241,7 +242,10 @@ def draw_noise(keys: jax.Array, positions: jax.Array, num_speculative_tokens: in
       >>> draw_noise(keys, jnp.array([10, 20, 30]), 4).accept.shape
       (3, 4)
     """
-    k = num_speculative_tokens
+    sizes: Sizes = {}
+    check_keys("keys", keys, sizes)
+    positions = as_int32("positions", positions, "[B]", sizes)
+    k = check_int("num_speculative_tokens", num_speculative_tokens, 1)
     # [1, K+1]: the K accept uniforms, then those to recover. All bits come of one evaluation,
     # without vmap: this takes a quarter of the time to trace.
     offsets = jnp.array([[*range(k), 0]], jnp.uint32)
@@ -268,7 +272,8 @@ def token_exponentials(keys: jax.Array, positions: jax.Array, vocab_size: int) -
       min(V, 2048) ids, for whichever tile wins.
 
     Raises:
-      TypeError: `keys` are not typed keys of two or four words.
+      TypeError: `keys` are not typed keys of two or four words, or another argument not integers.
+      ValueError: axes that do not broadcast with those of `keys`, or V below 1.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -276,6 +281,14 @@ def token_exponentials(keys: jax.Array, positions: jax.Array, vocab_size: int) -
       >>> token_exponentials(keys, jnp.array([10, 20, 30]), 5000).shape
       (3, 2051)
     """
+    vocab_size = check_int("vocab_size", vocab_size, 1)
+    check_keys("keys", keys)
+    positions = as_int32("positions", positions)
+    # Sizes of 1 are repeated.
+    both = zip(positions.shape, keys.shape, strict=False)
+    fits = positions.ndim == keys.ndim and all(1 in pair or len({*pair}) == 1 for pair in both)
+    must = f"have axes that broadcast with those of keys, {list(keys.shape)}"
+    require(fits, "positions", must, positions)
     num_tiles = -(-vocab_size // TILE)
     num_ids = min(vocab_size, TILE)
     half = TILE // 2

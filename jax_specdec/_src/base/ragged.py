@@ -12,7 +12,7 @@ from jax import lax
 from jax_specdec._src.base.arrays import LOGITS, check_array, check_type, require
 from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.tree import depths, lineage, nodes_above, tokens_before
-from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Drafts
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Drafts, check_drafts
 
 
 class Layout(NamedTuple):
@@ -216,8 +216,7 @@ def check_rows(
     shapes = "[B, V]"
     if drafts is not None:
         check_type("config", config, SpecDecodeConfig)
-        check_array("drafts.cu_num_draft_tokens", drafts.cu_num_draft_tokens, "[B+1]", sizes)
-        sizes["N"] = drafts.token_ids.shape[0]
+        check_drafts(drafts, sizes)
         # With bonus rows or without, by how many rows there are; padded rows may be any number.
         shapes = "[M, V]" if padded_rows else "[N+B, V] or [N, V]"
     check_array("logits", logits, f"{shapes} {LOGITS}", sizes)

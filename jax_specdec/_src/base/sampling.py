@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.base.arrays import Range, check_type, host_int32, pytree
+from jax_specdec._src.base.arrays import Range, check_type, host_array, host_int32, pytree
 from jax_specdec._src.base.types import Integers, Numbers
 
 # The normal float32 nearest to 0, and the largest.
@@ -139,7 +139,7 @@ def _as_array(name: str, value: Any, dtype: Any, batch: int) -> Any:
     # The rest is converted on the host.
     if not isinstance(value, (bool, int, float, list, tuple, np.generic, np.ndarray)):
         return value
-    array = np.asarray(value)
+    array = host_array(name, value, "be a number or a list of numbers")
     kinds = "iu" if dtype == np.int32 else "iuf"
     if array.dtype.kind not in kinds:  # text, booleans, or floats for top_k
         return value

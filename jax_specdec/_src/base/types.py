@@ -32,10 +32,12 @@ from jax.typing import ArrayLike
 
 from jax_specdec._src.base.arrays import (
     LOGITS,
+    Sizes,
     as_int32,
     check_array,
     check_entries,
     check_outside_jit,
+    check_tree,
     check_type,
     known_values,
     pytree,
@@ -241,7 +243,7 @@ class Drafts:
           Drafts; `target_logits` is then ``[N+B, V]``.
 
         Raises:
-          TypeError: not integers.
+          TypeError: not integers, or a `distribution` of another type.
           ValueError: not one-dimensional, or not one parent for each draft; an integer out of the
             range of int32; or, if their values are known, counts that are negative or more than N
             together.
@@ -254,6 +256,7 @@ class Drafts:
         ids = as_int32("token_ids", token_ids)
         check_array("token_ids", ids, "[N]", {}, "from_dense takes [B, K]")
         counts = as_int32("num_draft_tokens", num_draft_tokens, "[B]")
+        check_type("distribution", distribution, DraftProbs, DraftLogits, None)
         # Under jit the counts are not known: a request out of range gets a status instead.
         if (known := known_values(num_draft_tokens)) is not None and known.size:
             check_entries("num_draft_tokens[{}]", known, known >= 0, "be at least 0")
@@ -292,7 +295,7 @@ class Drafts:
           Drafts with ``N = B * K``.
 
         Raises:
-          TypeError: not integers, or a `distribution` of another type.
+          TypeError: not integers, or a `distribution` of another type or of what is no array.
           ValueError: `token_ids` or `parents` are not ``[B, K]``, or `num_draft_tokens` not
             ``[B]``; an integer out of the range of int32; or, if their values are known, a count
             outside [0, K].
@@ -324,6 +327,17 @@ class Drafts:
         return cls(ids.reshape(-1), cu, flatten_storage(distribution), parents)
 
 
+def check_drafts(drafts: Any, sizes: Sizes) -> None:
+    """Checks drafts, but for what they were drawn from, which is not read.
+
+    Raises:
+      TypeError: not a `Drafts`, or an array of another dtype.
+      ValueError: an array of another shape.
+    """
+    check_type("drafts", drafts, Drafts)
+    check_tree("drafts", dataclasses.replace(drafts, distribution=None), (Drafts,), sizes)
+
+
 def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
     """Returns counts of drafts ``[B]`` as int32.
 
@@ -341,11 +355,17 @@ def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
 
 
 def flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution | None:
-    """Returns storage ``[B, K, Vd]`` as ``[B*K, Vd]``; flat storage stays as it is."""
+    """Returns storage ``[B, K, Vd]`` as ``[B*K, Vd]``; flat storage stays as it is.
+
+    Raises:
+      TypeError: a distribution of another type, or of lists in place of arrays.
+    """
     check_type("distribution", distribution, DraftProbs, DraftLogits, None)
     if distribution is None:
         return None
     given = {name: x for name, x in vars(distribution).items() if x is not None}
+    for name, x in given.items():
+        check_array(f"distribution.{name}", x, "", {})
     rows = {name: x for name, x in given.items() if name in ("probs", "logits", "ids")}
     # [B, K, C] -> [R, C]; a map [Vd] that all rows share stays
     flat = {name: x.reshape(-1, x.shape[-1]) for name, x in rows.items() if x.ndim > 2}
@@ -451,7 +471,8 @@ def parse_output(output: RejectionSampleOutput) -> list[list[int]]:
       One list per request, `num_emitted` long; empty if `status` is not OK.
 
     Raises:
-      TypeError: `output` is not a `RejectionSampleOutput`, or is traced.
+      TypeError: `output` is not a `RejectionSampleOutput` of int32, or is traced.
+      ValueError: its shapes do not fit.
 
     Example:
       >>> import jax.numpy as jnp
@@ -466,4 +487,7 @@ def parse_output(output: RejectionSampleOutput) -> list[list[int]]:
     check_outside_jit("parse_output", output=output)
     # [B, K+1] and [B], in one copy from the device
     token_ids, num_emitted = jax.device_get((output.token_ids, output.num_emitted))
+    sizes: Sizes = {}
+    check_array("output.token_ids", token_ids, "[B, K+1] int32", sizes)
+    check_array("output.num_emitted", num_emitted, "[B] int32", sizes)
     return [row[:n].tolist() for row, n in zip(token_ids, num_emitted, strict=True)]

@@ -156,9 +156,9 @@ def sample_draft_tokens(
         raise NotImplementedError(why_not)
     check_type("config", config, SpecDecodeConfig, None)
     check_type("sharding", sharding, VerifySharding, None)
-    logits = jnp.asarray(logits)
     sizes: Sizes = {}
     check_array("logits", logits, f"[B, Vd] {LOGITS}", sizes)
+    logits = jnp.asarray(logits)
     check_keys("keys", keys, sizes)
     check_devices(sharding or VerifySharding(), logits)
     sampling, positions = of_requests(sampling, positions, sizes)

@@ -11,8 +11,11 @@ from jax import lax
 
 from jax_specdec._src.base.arrays import (
     LOGITS,
+    Sizes,
+    as_int32,
     check_array,
     check_int,
+    check_tree,
     check_type,
     checked_dtype,
     pytree,
@@ -27,6 +30,7 @@ from jax_specdec._src.base.types import (
     DraftLogits,
     Drafts,
     Integers,
+    check_drafts,
 )
 from jax_specdec._src.drafts.sample import DraftRows, DraftSample, of_requests
 from jax_specdec._src.verify.requests import usable_normalizers
@@ -36,11 +40,11 @@ _EVICTED = -1
 
 
 @pytree(
+    positions="[K, S] int32",  # first: it says what K and S are
     logits=f"[K*S, Vd] {LOGITS}",
     log_normalizer="[K*S] float32",
     row_max="[K*S] float32",
     threshold="[K*S] float32",
-    positions="[K, S] int32",
     temperature="[K, S] float32",
     ids="[Vd] or [K*S, Vd] int32",
 )
@@ -124,13 +128,14 @@ class DraftStore:
         Raises:
           ValueError: a size below 1, or K above 1024; `ids` of another shape, or together with
             `own_ids`.
-          TypeError: a size is not an int, `dtype` not float32, bfloat16 or float16, or `ids` not
-            int32.
+          TypeError: a size is not an int, `dtype` not float32, bfloat16 or float16, `ids` not
+            int32, or `own_ids` no bool.
         """
         check_int("num_slots", num_slots)
         check_num_speculative_tokens(num_speculative_tokens)
         check_int("vocab_size", vocab_size)
         dtype = checked_dtype(dtype, LOGITS)
+        check_type("own_ids", own_ids, bool)
         # [K, S] numbers of rows, and [K*S] rows
         per_row = (num_speculative_tokens, num_slots)
         size = num_speculative_tokens * num_slots
@@ -170,7 +175,7 @@ class DraftStore:
         ids: jax.Array | None = None,
         positions: Integers,
         sampling: SamplingParams,
-        slots: jax.Array | None = None,
+        slots: Integers | None = None,
     ) -> DraftStore:
         """Stores the rows that draft `offset` of each request was sampled from.
 
@@ -192,18 +197,24 @@ class DraftStore:
         Raises:
           TypeError: `logits` have another dtype (rounding them after sampling would change q),
             `drawn` is not a `DraftSample`, or one of greedy drafts, `sampling` not a
-            `SamplingParams`, or `ids` are not int32.
-          ValueError: shapes that do not fit; `ids` missing, or given for rows that have none.
+            `SamplingParams`, or `offset`, `positions`, `slots` or `ids` are not integers.
+          ValueError: shapes that do not fit; an `offset` known to be out of range; `ids` missing,
+            or given for rows that have none.
         """
         check_type("drawn", drawn, DraftSample, hint="pass what sample_draft_tokens returned")
-        sizes = {"B": self._batch(slots), "Vd": self.logits.shape[1]}
+        store, sizes = self._checked()
+        slots = _as_slots(slots, sizes)
+        if isinstance(offset, jax.Array):
+            offset = as_int32("offset", offset, "[]")
+        else:
+            offset = check_int("offset", offset, 0, sizes["K"] - 1)
         check_array("logits", logits, "[B, Vd]", sizes)
         for name in ROW_NUMBERS:
             x = getattr(drawn, name)
             if x is None and name == "threshold":
                 continue
             hint = "a greedy draft has no q to store" if x is None else None
-            check_array(f"drawn.{name}", x, "[B]", sizes, hint)
+            check_array(f"drawn.{name}", x, "[B] float32", sizes, hint)
         is_stored = logits.dtype == self.logits.dtype
         must = f"be of {self.logits.dtype}"
         require(is_stored, "logits", must, logits, "round them before sampling", TypeError)
@@ -212,7 +223,7 @@ class DraftStore:
         require(self.has_own_ids == (ids is not None), "ids", must, ids)
         if self.has_own_ids:
             check_array("ids", ids, "[B, Vd] int32", sizes)
-        return self.write_rows(DraftRows(logits, sampling, positions, offset, ids), drawn, slots)
+        return store.write_rows(DraftRows(logits, sampling, positions, offset, ids), drawn, slots)
 
     def write_rows(
         self, rows: DraftRows, drawn: DraftSample, slots: jax.Array | None = None
@@ -263,26 +274,36 @@ class DraftStore:
             num_slots, per_row, width, self.logits.dtype, ids=ids, own_ids=self.has_own_ids
         )
 
-    def put(self, some: DraftStore, slots: jax.Array) -> DraftStore:
+    def put(self, some: DraftStore, slots: Integers) -> DraftStore:
         """Returns the store in which some slots, ``[R]`` int32, hold what a store of R holds.
 
         A slot out of range holds nothing.
+
+        Raises:
+          TypeError: `some` is not a `DraftStore`, or `slots` are not integers.
+          ValueError: shapes that do not fit.
         """
-        k, s = self.positions.shape
+        store, sizes = self._checked()
+        slots = as_int32("slots", slots, "[R]", sizes)
+        k, s = store.positions.shape
+        own = {"K": k, "S": sizes["R"], "Vd": sizes["Vd"]}
+        check_tree("some", some, (DraftStore,), own)
+        if store.has_own_ids:
+            check_array("some.ids", some.ids, "[K*S, Vd] int32", own)
         offset = jnp.arange(k, dtype=jnp.int32)[:, None]
         # [K, R] -> [K*R]: the rows of the slots, or the number of rows, which is dropped
-        rows = jnp.where(self._has_slot(slots)[None, :], offset * s + slots[None, :], k * s)
+        rows = jnp.where(store._has_slot(slots)[None, :], offset * s + slots[None, :], k * s)
         rows = rows.reshape(-1)
-        column = jnp.where(self._has_slot(slots), slots, s)
-        names = ["logits", *ROW_NUMBERS, *(["ids"] if self.has_own_ids else [])]
+        column = jnp.where(store._has_slot(slots), slots, s)
+        names = ["logits", *ROW_NUMBERS, *(["ids"] if store.has_own_ids else [])]
         written: dict[str, Any] = {
-            name: getattr(self, name).at[rows].set(getattr(some, name), mode="drop")
+            name: getattr(store, name).at[rows].set(getattr(some, name), mode="drop")
             for name in names
         }
         for name in ("positions", "temperature"):
-            own = getattr(self, name)
-            written[name] = own.at[:, column].set(getattr(some, name), mode="drop")
-        return dataclasses.replace(self, **written)
+            before = getattr(store, name)
+            written[name] = before.at[:, column].set(getattr(some, name), mode="drop")
+        return dataclasses.replace(store, **written)
 
     def evict(self, slots: jax.Array) -> DraftStore:
         """Makes the rows of some slots invalid. This writes their positions only.
@@ -291,9 +312,12 @@ class DraftStore:
           slots: ``[S]`` bool, true for slots whose request left, was preempted or is new.
 
         Raises:
+          TypeError: not bool.
           ValueError: not ``[S]``.
         """
-        check_array("slots", slots, "[S]", {"S": self.num_slots})
+        sizes: Sizes = {}
+        check_array("store.positions", self.positions, "[K, S] int32", sizes)
+        check_array("slots", slots, "[S] bool", sizes)
         # [K, S]
         positions = jnp.where(slots[None, :], _EVICTED, self.positions)
         return dataclasses.replace(self, positions=positions)
@@ -304,7 +328,7 @@ class DraftStore:
         *,
         positions: Integers,
         sampling: SamplingParams,
-        slots: jax.Array | None = None,
+        slots: Integers | None = None,
     ) -> Drafts:
         """Returns the drafts with their distribution: indices into this store. No row is copied.
 
@@ -323,15 +347,15 @@ class DraftStore:
 
         Raises:
           TypeError: `drafts` is not a `Drafts`, `sampling` not a `SamplingParams`, or `positions`
-            are not integers.
+            or `slots` are not integers.
           ValueError: shapes that do not fit.
         """
-        check_type("drafts", drafts, Drafts)
-        sizes = {"B": self._batch(slots)}
-        offsets = drafts.cu_num_draft_tokens
-        check_array("drafts.cu_num_draft_tokens", offsets, "[B+1]", sizes)
+        store, sizes = self._checked()
+        slots = _as_slots(slots, sizes)
+        check_drafts(drafts, sizes)
         sampling, positions = of_requests(sampling, positions, sizes)
-        return self.attach_rows(drafts, positions, sampling, slots)
+        bare = jax.tree.map(jnp.asarray, dataclasses.replace(drafts, distribution=None))
+        return store.attach_rows(bare, positions, sampling, slots)
 
     def attach_rows(
         self, drafts: Drafts, positions: Array, sampling: SamplingParams, slots: jax.Array | None
@@ -393,6 +417,10 @@ class DraftStore:
         Returns:
           ``[]`` int32.
 
+        Raises:
+          TypeError: an argument of another type or dtype.
+          ValueError: shapes that do not fit.
+
         Example:
           >>> import jax.numpy as jnp
           >>> import jax_specdec as sd
@@ -402,10 +430,16 @@ class DraftStore:
           >>> int(sd.DraftStore.count_fallbacks(drafts, sampling=sampling))
           1
         """
+        sizes: Sizes = {}
+        check_tree("drafts", drafts, (Drafts,), sizes)
+        sampling = per_request(sampling, sizes["B"])
+        check_tree("sampling", sampling, (SamplingParams,), sizes)
+        if active is not None:
+            check_array("active", active, "[B] bool", sizes)
+        drafts = jax.tree.map(jnp.asarray, drafts)
         distribution: DraftDistribution | None = drafts.distribution
         if distribution is None:
             return jnp.int32(0)
-        sampling = per_request(sampling, drafts.cu_num_draft_tokens.shape[0] - 1)
         # [B]: a normalizer is unusable, or the rows are not valid though something is proposed
         falls_back = _has_unusable_row(drafts, distribution)
         if distribution.valid is not None:
@@ -416,16 +450,23 @@ class DraftStore:
             falls_back &= active
         return jnp.sum(falls_back, dtype=jnp.int32)
 
-    def _batch(self, slots: jax.Array | None) -> int:
-        """Returns B: S where request b has slot b."""
-        if slots is None:
-            return self.num_slots
-        check_array("slots", slots, "[B]", {})
-        return slots.shape[0]
+    def _checked(self) -> tuple[DraftStore, Sizes]:
+        """Returns the store as arrays of JAX, and what the letters of its shapes stand for."""
+        sizes: Sizes = {}
+        check_tree("store", self, (DraftStore,), sizes)
+        return jax.tree.map(jnp.asarray, self), sizes
 
     def _has_slot(self, slots: jax.Array) -> jax.Array:
         """Returns ``[B]`` bool, whether each slot is in range."""
         return (slots >= 0) & (slots < self.num_slots)
+
+
+def _as_slots(slots: Integers | None, sizes: Sizes) -> jax.Array | None:
+    """Returns slots ``[B]`` as int32, and adds B to `sizes`: S where request b has slot b."""
+    if slots is None:
+        sizes["B"] = sizes["S"]
+        return None
+    return as_int32("slots", slots, "[B]", sizes)
 
 
 def _has_unusable_row(drafts: Drafts, distribution: DraftDistribution) -> jax.Array:

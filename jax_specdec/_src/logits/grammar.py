@@ -17,13 +17,15 @@ import numpy as np
 from jax_specdec._src.base.arrays import (
     check_array,
     check_int,
-    check_type,
+    host_array,
+    host_int32,
     is_error,
     known_values,
+    named_entries,
     refuse,
     require,
 )
-from jax_specdec._src.base.types import Drafts
+from jax_specdec._src.base.types import Drafts, check_drafts
 from jax_specdec._src.logits.matchers import (
     ALL_ALLOWED,
     GrammarMatcher,
@@ -101,7 +103,8 @@ class GrammarLookahead:
           ValueError: an id outside the vocabulary.
           GrammarError: a matcher has failed.
         """
-        words = -(-check_int("vocab_size", vocab_size) // 32)
+        vocab_size = check_int("vocab_size", vocab_size)
+        words = -(-vocab_size // 32)
         found = check_matchers(matchers)
         self._num_requests = len(found)
         # By request: the matchers of those that have a grammar
@@ -110,8 +113,8 @@ class GrammarLookahead:
         # [ceil(V/32)]: the row after the end of a grammar
         self._end = np.full((words,), ALL_ALLOWED, np.int32)
         if end_token_ids is not None:
-            for token in end_token_ids:
-                check_int("end_token_ids", token, 0, vocab_size - 1)
+            for name, token in named_entries("end_token_ids", end_token_ids):
+                check_int(name, token, 0, vocab_size - 1)
             self._end = bitmask_of(end_token_ids, vocab_size).view(np.int32)
         # Of those: whose rows are reached, and the tokens of each that `close` takes back
         self._reached = set(self._matchers)
@@ -135,10 +138,11 @@ class GrammarLookahead:
             request's drafts, as does a token that the grammar refuses.
 
         Raises:
+          TypeError: not integers.
           ValueError: `token_ids` is not ``[B]``.
           GrammarError: a matcher has failed.
         """
-        ids = np.asarray(token_ids)
+        ids = host_int32("token_ids", token_ids)
         check_array("token_ids", ids, "[B]", {"B": self._num_requests})
         for b in sorted(self._reached):
             matcher = self._matchers[b]
@@ -238,7 +242,7 @@ def grammar_bitmask(
       >>> sd.grammar.grammar_bitmask([None, None], drafts, vocab_size=32).shape
       (4, 1)
     """
-    check_type("drafts", drafts, Drafts)
+    check_drafts(drafts, {})
     ids = known_values(drafts.token_ids)
     cu = known_values(drafts.cu_num_draft_tokens)
     if ids is None or cu is None:
@@ -319,24 +323,27 @@ def forced_drafts(
       The drafts and the masks.
 
     Raises:
-      TypeError: an argument of the wrong type.
-      ValueError: there is not one matcher per request, or an id is outside the vocabulary.
+      TypeError: an argument of the wrong type or dtype.
+      ValueError: there is not one matcher per request, an id of `end_token_ids` is outside the
+        vocabulary, or a shape does not fit.
       GrammarError: a matcher has failed; the others are where they were.
 
     Example: see `GrammarMatcher`.
     """
-    ids = np.array(token_ids)
-    check_array("token_ids", ids, "[B, K]", {})
-    are_ints = np.issubdtype(ids.dtype, np.integer)
-    require(are_ints, "token_ids", "hold integers", ids, error=TypeError)
+    ids = host_int32("token_ids", token_ids, "[B, K]")
     # [B, K]: -1 where nothing is drafted
+    vocab_size = check_int("vocab_size", vocab_size)
     ids = np.where((ids >= 0) & (ids < vocab_size), ids, -1).astype(np.int32)
     size, k = ids.shape
     is_one_each = len(check_matchers(matchers)) == size
     require(is_one_each, "matchers", f"be one per request, {size}", matchers)
     # [B]: of each request, the place of the first draft that must not be forced
-    most = np.broadcast_to(np.array(k if max_drafts is None else max_drafts, np.int32), (size,))
-    one_hot = np.broadcast_to(np.array(one_hot, bool), (size,))
+    most = host_int32("max_drafts", k if max_drafts is None else max_drafts)
+    one_hot = host_array("one_hot", one_hot, "be bools")
+    check_array("max_drafts", most, "[] or [B]", {"B": size})
+    check_array("one_hot", one_hot, "[] or [B] bool", {"B": size})
+    most = np.broadcast_to(most, (size,))
+    one_hot = np.broadcast_to(one_hot, (size,))
     # First the matchers of llguidance, which says at once what it forces; their rows come last.
     is_forced = np.zeros((size, k), bool)
     known = {b: x for b, x in enumerate(matchers) if isinstance(x, LlguidanceMatcher)}
@@ -387,7 +394,7 @@ def advance_matchers(
       token_ids: the tokens that each request emitted, as from `parse_output`.
 
     Raises:
-      TypeError: `matchers` is not a list of matchers.
+      TypeError: `matchers` is not a list of matchers, or `token_ids` no list of lists of ints.
       ValueError: there is not one list per request, or a matcher refuses a token, which masked rows
         never emit.
       GrammarError: a matcher has failed.
@@ -396,15 +403,18 @@ def advance_matchers(
       >>> import jax_specdec as sd
       >>> sd.grammar.advance_matchers([None], [[4, 2]])
     """
-    is_one_each = len(check_matchers(matchers)) == len(token_ids)
-    require(is_one_each, "token_ids", f"have {len(matchers)} lists, one per request", token_ids)
-    for b, (matcher, tokens) in enumerate(zip(matchers, token_ids, strict=True)):
-        for token in tokens:
+    found = check_matchers(matchers)
+    emitted = named_entries("token_ids", token_ids)
+    is_one_each = len(found) == len(emitted)
+    require(is_one_each, "token_ids", f"have {len(found)} lists, one per request", token_ids)
+    for b, (matcher, (name, tokens)) in enumerate(zip(found, emitted, strict=True)):
+        for entry in named_entries(name, tokens):
+            token = check_int(*entry, 0)
             with _calling(b):
                 if matcher is None or matcher.is_terminated():
                     break
-                accepted = matcher.accept_token(int(token))
-            require(accepted, f"token_ids[{b}]", "hold tokens that its matcher takes", token)
+                accepted = matcher.accept_token(token)
+            require(accepted, name, "hold tokens that its matcher takes", token)
 
 
 def check_matchers(matchers: Any) -> list[GrammarMatcher | None]:

@@ -15,9 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.base import ragged
 from jax_specdec._src.base.arrays import (
+    Sizes,
     check_array,
     check_choice,
     check_int,
+    check_tree,
     check_type,
     pytree,
     require,
@@ -69,7 +71,7 @@ class LogprobsConfig:
     thresholds: bool = False
 
     def __post_init__(self) -> None:
-        check_int("num_top", self.num_top, 0)
+        object.__setattr__(self, "num_top", check_int("num_top", self.num_top, 0))
         check_choice("distribution", self.distribution, get_args(Distribution))
         check_type("thresholds", self.thresholds, bool)
         is_truncated = self.distribution == "processed" or not self.thresholds
@@ -120,7 +122,15 @@ class TokenLogprobs:
     thresholds: jax.Array | None = None
 
     def of(self, request: int, num_tokens: int) -> TokenLogprobs:
-        """Returns those of one request's first n tokens: ``[n]`` and ``[n, num_top]``."""
+        """Returns those of one request's first n tokens: ``[n]`` and ``[n, num_top]``.
+
+        Raises:
+          TypeError: `request` or `num_tokens` is not an int.
+          ValueError: one is out of range.
+        """
+        batch, most = np.shape(self.logprobs)
+        check_int("request", request, 0, batch - 1)
+        check_int("num_tokens", num_tokens, 0, most)
         return jax.tree.map(lambda x: x[request, :num_tokens], self)
 
     def where(self, is_kept: jax.Array) -> TokenLogprobs:
@@ -256,11 +266,15 @@ def token_logprobs(
       >>> jnp.exp(log_p).tolist(), jnp.exp(found.logprobs).tolist()
       ([[0.0, 0.0, 1.0], [0.5, 0.5, 0.0]], [[1.0, 0.5]])
     """
-    check_type("output", output, RejectionSampleOutput)
+    wanted = LogprobsConfig(num_top, distribution, thresholds)
+    check_type("padded_rows", padded_rows, bool)
+    of_output: Sizes = {}
+    check_tree("output", output, (RejectionSampleOutput,), of_output)
     bonus = None
     if not padded_rows and isinstance(drafts, Drafts):
-        if np.shape(target_logits)[:1] == drafts.token_ids.shape:  # a bonus was given
-            bonus = jnp.zeros_like(output.num_emitted, jnp.int32)
+        own, ids = (getattr(x, "shape", ()) for x in (target_logits, drafts.token_ids))
+        if own[:1] == ids:  # a bonus was given
+            bonus = jnp.zeros((of_output["B"],), jnp.int32)
     settings = CallSettings(config, vocab_size, padded_rows, sharding=sharding)
     arrays, sizes = check_arrays(
         CallArrays.given(target_logits, drafts, None, sampling, bonus, None, token_bitmask),
@@ -268,13 +282,9 @@ def token_logprobs(
     )
     sizes["K"] = config.num_speculative_tokens
     check_array("output.token_ids", output.token_ids, "[B, K+1]", sizes)
-    check_array("output.num_emitted", output.num_emitted, "[B]", sizes)
     must = "be there if and only if drafts.parents are"
     is_path = (output.path is None) == (drafts.parents is None)
     require(is_path, "output.path", must, output.path)
-    if output.path is not None:
-        check_array("output.path", output.path, "[B, K+1]", sizes)
-    wanted = LogprobsConfig(num_top, distribution, thresholds)
     check_int("num_top", num_top, 0, sizes["size"])
     # Draft rows are not read, however they are split.
     no_rows = dataclasses.replace(drafts, distribution=None)

@@ -15,10 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.base.arrays import check_entries, pytree, require
+from jax_specdec._src.base.arrays import (
+    Sizes,
+    as_int32,
+    check_array,
+    check_entries,
+    check_int,
+    check_type,
+    host_int32,
+    host_numbers,
+    named_entries,
+    pytree,
+    require,
+)
 from jax_specdec._src.base.platform import Platform
 from jax_specdec._src.base.ragged import Owners
-from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Array, IntegerRows, Integers
 from jax_specdec._src.logits.grammar import bitmask_of
 from jax_specdec._src.rows.blocks import BLOCK, by_blocks, scatter
 from jax_specdec._src.rows.device import device_of
@@ -115,17 +127,21 @@ class LogitBias(Processor):
           size: C; None for the size of the largest mapping.
 
         Raises:
+          TypeError: no list of mappings of ints to numbers.
           ValueError: a mapping has more than `size` entries.
         """
-        most = max(map(len, biases), default=0)
-        size = most if size is None else size
+        given = named_entries("biases", biases)
+        for name, bias in given:
+            check_type(name, bias, Mapping)
+        most = max((len(bias) for _, bias in given), default=0)
+        size = most if size is None else check_int("size", size, 0)
         require(most <= size, "biases", f"have at most size = {size} entries each", most)
         # [B, C]: the entries of each request, then -1 and 0
-        token_ids = np.full((len(biases), size), PLACEHOLDER_TOKEN_ID, np.int32)
-        values = np.zeros((len(biases), size), np.float32)
-        for b, bias in enumerate(biases):
-            token_ids[b, : len(bias)] = list(bias.keys())
-            values[b, : len(bias)] = list(bias.values())
+        token_ids = np.full((len(given), size), PLACEHOLDER_TOKEN_ID, np.int32)
+        values = np.zeros((len(given), size), np.float32)
+        for b, (name, bias) in enumerate(given):
+            token_ids[b, : len(bias)] = host_int32(f"{name}.keys()", list(bias.keys()))
+            values[b, : len(bias)] = host_numbers(f"{name}.values()", list(bias.values()))
         return cls(token_ids, values)  # type: ignore[arg-type]  # NumPy: packing needs no device
 
     @property
@@ -188,10 +204,10 @@ class Penalties(Processor):
     @classmethod
     def from_sequences(
         cls,
-        token_ids: jax.Array,
+        token_ids: IntegerRows,
         *,
-        lengths: jax.Array,
-        prompt_lengths: jax.Array,
+        lengths: Integers,
+        prompt_lengths: Integers,
         vocab_size: int,
         frequency: jax.Array,
         presence: jax.Array,
@@ -208,7 +224,19 @@ class Penalties(Processor):
           frequency: ``[B]`` float32.
           presence: ``[B]`` float32.
           repetition: ``[B]`` float32.
+
+        Raises:
+          TypeError: an argument of another dtype, or ids, lengths or V not integers.
+          ValueError: shapes that do not fit, or V below 0.
         """
+        sizes: Sizes = {}
+        token_ids = as_int32("token_ids", token_ids, "[B, L]", sizes)
+        lengths = as_int32("lengths", lengths, "[B]", sizes)
+        prompt_lengths = as_int32("prompt_lengths", prompt_lengths, "[B]", sizes)
+        vocab_size = check_int("vocab_size", vocab_size, 0)
+        numbers = {"frequency": frequency, "presence": presence, "repetition": repetition}
+        for name, value in numbers.items():
+            check_array(name, value, "[B] float32", sizes)
         batch, length = token_ids.shape
         # [B, L]: which places hold a token, and which of them are of the prompt
         place = jnp.arange(length, dtype=jnp.int32)[None, :]
@@ -232,11 +260,23 @@ class Penalties(Processor):
     def pack(
         cls, frequency: Sequence[float], presence: Sequence[float], repetition: Sequence[float]
     ) -> Penalties:
-        """Returns penalties of B requests, as NumPy arrays; `with_sequences` counts tokens."""
-        # [3, B], and counts of no columns: their size is the vocabulary's, which comes later
-        given: Any = np.array([frequency, presence, repetition], np.float32)
-        none: Any = np.zeros((len(frequency), 0), np.int32)
-        return cls(given[0], given[1], given[2], none, none.astype(bool))
+        """Returns penalties of B requests, as NumPy arrays; `with_sequences` counts tokens.
+
+        Raises:
+          TypeError: no lists of numbers.
+          ValueError: lists of different lengths.
+        """
+        numbers = {"frequency": frequency, "presence": presence, "repetition": repetition}
+        sizes: Sizes = {}
+        # [B] each
+        given: dict[str, Any] = {
+            name: np.float32(host_numbers(name, x)) for name, x in numbers.items()
+        }
+        for name, x in given.items():
+            check_array(name, x, "[B]", sizes)
+        # Counts of no columns: their size is the vocabulary's, which comes later
+        none: Any = np.zeros((sizes["B"], 0), np.int32)
+        return cls(**given, counts=none, in_prompt=none.astype(bool))
 
     def with_sequences(self, sequences: Sequences) -> Penalties:
         """Returns penalties that have counted the tokens of these sequences."""
@@ -249,7 +289,7 @@ class Penalties(Processor):
 
     def append(self, token_ids: jax.Array) -> Penalties:
         """Returns penalties that count these tokens too; an id outside the vocabulary is none."""
-        ids = _columns(token_ids)
+        ids = _columns(token_ids, len(self.counts))
         # A negative id would count from the end of the vocabulary: V is dropped.
         ids = jnp.where(ids < 0, self.counts.shape[1], ids)
         # [B, n] -> [B, V]: one more of each id, in the request's own row
@@ -355,40 +395,53 @@ class BadWords(Processor):
           length: L; None for the length of the longest word, 1 if there is none.
 
         Raises:
+          TypeError: no lists of lists of lists of ints.
           ValueError: a request has more than `num_words` words, or a word more than `length`
             tokens.
         """
+        # Of each request a list of words, each a list of tokens
+        given = [
+            [[token for _, token in named_entries(*word)] for word in named_entries(*own)]
+            for own in named_entries("words", words)
+        ]
+        host_int32("words", [token for own in given for word in own for token in word], "[n]")
         # W and L, if they are not given
-        most = max(map(len, words), default=0)
-        longest = max((len(word) for own in words for word in own), default=1)
-        num_words = most if num_words is None else num_words
-        length = longest if length is None else length
+        most = max(map(len, given), default=0)
+        longest = max((len(word) for own in given for word in own), default=1)
+        num_words = most if num_words is None else check_int("num_words", num_words, 0)
+        length = longest if length is None else check_int("length", length, 1)
         require(most <= num_words, "words", f"be at most num_words = {num_words}", most)
         require(longest <= length, "words", f"have at most length = {length} tokens", longest)
         # [B, W, L]: each word at the end of its row
-        packed = np.full((len(words), num_words, length), PLACEHOLDER_TOKEN_ID, np.int32)
-        for b, own in enumerate(words):
+        packed = np.full((len(given), num_words, length), PLACEHOLDER_TOKEN_ID, np.int32)
+        for b, own in enumerate(given):
             for w, word in enumerate(own):
                 packed[b, w, length - len(word) :] = word
         return packed
 
     @classmethod
-    def from_sequences(
-        cls, words: jax.Array, token_ids: jax.Array, *, lengths: jax.Array
-    ) -> BadWords:
+    def from_sequences(cls, words: Array, token_ids: IntegerRows, *, lengths: Integers) -> BadWords:
         """Returns the bad words of B sequences, from whose ends `recent` is taken.
 
         Args:
           words: ``[B, W, L]`` int32.
           token_ids: ``[B, S]`` int32, prompt and then output; not read past a length.
           lengths: ``[B]`` int32, prompt and output together.
+
+        Raises:
+          TypeError: not integers.
+          ValueError: shapes that do not fit.
         """
+        sizes: Sizes = {}
+        words = as_int32("words", words, "[B, W, L]", sizes)
+        token_ids = as_int32("token_ids", token_ids, "[B, S]", sizes)
+        lengths = as_int32("lengths", lengths, "[B]", sizes)
         # [B, L-1]: the places of each sequence's last tokens, negative before its first
         num_recent = words.shape[2] - 1
         offset = jnp.arange(-num_recent, 0, dtype=jnp.int32)
         place = lengths[:, None] + offset[None, :]
         recent = jnp.take_along_axis(token_ids, jnp.maximum(place, 0), axis=1, mode="clip")
-        return cls(jnp.asarray(words), jnp.where(place >= 0, recent, PLACEHOLDER_TOKEN_ID))
+        return cls(words, jnp.where(place >= 0, recent, PLACEHOLDER_TOKEN_ID))
 
     def with_sequences(self, sequences: Sequences) -> BadWords:
         """Returns the words with the last tokens of these sequences."""
@@ -396,7 +449,7 @@ class BadWords(Processor):
 
     def append(self, token_ids: jax.Array) -> BadWords:
         """Returns the words with the last tokens after these."""
-        ids = _columns(token_ids)
+        ids = _columns(token_ids, len(self.recent))
         size = self.recent.shape[1]
         if not size:  # words of one token need nothing before them
             return self
@@ -466,7 +519,8 @@ class MinTokens(Processor):
     def append(self, token_ids: jax.Array) -> MinTokens:
         """Returns what remains after these tokens."""
         # [B]: -1 is no token
-        emitted = jnp.sum(_columns(token_ids) >= 0, axis=1, dtype=jnp.int32)
+        ids = _columns(token_ids, len(self.remaining))
+        emitted = jnp.sum(ids >= 0, axis=1, dtype=jnp.int32)
         return dataclasses.replace(self, remaining=self.remaining - emitted)
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
@@ -508,21 +562,25 @@ class AllowedTokens(Processor):
         """Returns the allowed ids of B requests, as a NumPy array; None allows every token.
 
         Raises:
+          TypeError: no list of lists of ints.
           ValueError: an id is outside the vocabulary.
         """
+        vocab_size = check_int("vocab_size", vocab_size)
         # Of no ids no bit is set: turned over, every token is allowed.
         every = ~bitmask_of((), vocab_size)
         words = []
-        for b, own in enumerate(token_ids):
+        for name, own in named_entries("token_ids", token_ids):
             if own is None:
                 words.append(every)
                 continue
-            ids = np.array(own, np.int64)
+            ids = host_int32(name, own, "[n]")
             fits = (ids >= 0) & (ids < vocab_size)
-            check_entries(f"token_ids[{b}][{{}}]", ids, fits, f"be an id in [0, {vocab_size})")
+            check_entries(f"{name}[{{}}]", ids, fits, f"be an id in [0, {vocab_size})")
             # [ceil(V/32)]
             words.append(bitmask_of(ids, vocab_size))
-        return cls(np.stack(words))  # type: ignore[arg-type]  # NumPy: packing needs no device
+        # [B, ceil(V/32)], also of no requests; NumPy, because packing needs no device
+        packed: Any = np.array(words, every.dtype).reshape(-1, every.shape[0])
+        return cls(packed)
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
         """Returns the rows with -inf for tokens that are not allowed."""
@@ -550,8 +608,14 @@ def _by_owner(
     return function(rows.owner, *arrays)
 
 
-def _columns(token_ids: jax.Array) -> jax.Array:
-    """Returns ``[B]`` or ``[B, n]`` as ``[B, n]``."""
+def _columns(token_ids: Integers | IntegerRows, batch: int) -> jax.Array:
+    """Returns ids ``[B]`` or ``[B, n]`` as ``[B, n]`` int32.
+
+    Raises:
+      TypeError: not integers.
+      ValueError: not of B requests.
+    """
+    token_ids = as_int32("token_ids", token_ids, "[B] or [B, n]", {"B": batch})
     return token_ids[:, None] if token_ids.ndim == 1 else token_ids
 
 

@@ -14,7 +14,9 @@ from jax_specdec._src.base.arrays import (
     Sizes,
     as_int32,
     check_outside_jit,
+    check_tree,
     check_type,
+    host_int32,
     pytree,
     require,
 )
@@ -100,6 +102,7 @@ class AcceptanceCounters:
           TypeError: an argument does not hold integers.
           ValueError: shapes that do not fit.
         """
+        check_tree("counters", self, (AcceptanceCounters,), {})
         # [B] each: the first says what B is
         sizes: Sizes = {}
         num_emitted = as_int32("num_emitted", num_emitted, "[B]", sizes)
@@ -189,8 +192,13 @@ class AcceptanceStats:
 
         Returns:
           The statistics since the counters were created.
+
+        Raises:
+          TypeError: `counters` is not an `AcceptanceCounters`, or is traced.
+          ValueError: its array has another shape.
         """
         check_outside_jit("from_counters", counters=counters)
+        check_tree("counters", counters, (AcceptanceCounters,), {})
         # [2, 3K+3] -> [3K+3] of 64 bits, as Python's ints, which have any size
         low, high = jax.device_get(counters.words).astype(object)
         return cls._of((low + (high << 32)).tolist())
@@ -206,14 +214,22 @@ class AcceptanceStats:
           The statistics.
 
         Raises:
-          TypeError: `steps` is not a `StepRecord`, or is traced.
+          TypeError: `steps` is not a `StepRecord` of integers, or is traced.
+          ValueError: shapes that do not fit.
         """
         check_type("steps", steps, StepRecord)
         check_outside_jit("from_steps", steps=steps)
+        ids = host_int32("steps.token_ids", steps.token_ids)
+        require(ids.ndim, "steps.token_ids", "be an array [..., K+1]", ids)
+        # [S, B] each
+        names = ("num_proposed", "num_accepted", "num_emitted", "num_kept")
+        given = {name: host_int32(f"steps.{name}", getattr(steps, name)) for name in names}
+        for name, counts in given.items():
+            of_ids = list(ids.shape[:-1])
+            must = f"be an array {of_ids}, as token_ids {list(ids.shape)} have"
+            require(list(counts.shape) == of_ids, f"steps.{name}", must, counts)
         # [S, B, K] three times and [S, B, 1] twice
-        k = np.shape(steps.token_ids)[-1] - 1
-        given = (steps.num_proposed, steps.num_accepted, steps.num_emitted, steps.num_kept)
-        columns = _columns(k, *map(np.asarray, given))
+        columns = _columns(ids.shape[-1] - 1, *given.values())
         # [n] each: summed over steps and requests. Records hold no fallbacks.
         sums = [one.reshape(-1, one.shape[-1]).sum(axis=0) for one in columns]
         return cls._of([*np.concatenate(sums).tolist(), 0])
@@ -235,8 +251,10 @@ class AcceptanceStats:
           earlier: the first reading.
 
         Raises:
+          TypeError: `earlier` is not an `AcceptanceStats`.
           ValueError: the two have different K, or a count is larger in `earlier`.
         """
+        check_type("earlier", earlier, AcceptanceStats)
         k = len(self.offered_per_position)
         given = len(earlier.offered_per_position)
         require(given == k, "earlier's K", f"be {k}", given)

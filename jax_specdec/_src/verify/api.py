@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.base.arrays import check_choice
+from jax_specdec._src.base.arrays import check_choice, check_int, check_type
 from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.base.sampling import SamplingParams
@@ -200,6 +200,7 @@ def rejection_sample_with_noise(
       >>> sd.parse_output(output)  # 0.7 * 1 >= 0.5: token 0 is rejected, only 1 is left
       [[1]]
     """
+    check_type("noise", noise, Noise, RaceNoise)
     of_requests = noise, sampling, bonus_token_ids, active
     arrays, static = _checked(
         CallArrays.given(target_logits, drafts, *of_requests, token_bitmask),
@@ -237,6 +238,11 @@ def which_implementation(
       >>> sd.testing.which_implementation(logits, drafts, config=config) in ("xla", "mosaic_gpu")
       True
     """
+    check_type("drafts", drafts, Drafts)
+    check_type("config", config, SpecDecodeConfig)
+    check_type("kernel_config", kernel_config, KernelConfig, None)
+    if vocab_size is not None:
+        check_int("vocab_size", vocab_size)
     # The device and the rule, then the call.
     if gpus.not_by_default() or support.rule_unsupported(rule_of(config)):
         return "xla"

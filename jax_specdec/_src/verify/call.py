@@ -134,6 +134,7 @@ def check_arrays(arrays: CallArrays, settings: CallSettings) -> tuple[CallArrays
     parts = vocabulary_parts(settings.sharding)
     check_type("config", settings.config, SpecDecodeConfig)
     check_type("padded_rows", padded_rows, bool)
+    check_type("kernel_config", settings.kernel_config, KernelConfig, None)
     # Each letter of a declaration gets its size from the first array that has it.
     sizes: Sizes = {}
     check_tree("", arrays, (CallArrays,), sizes)

@@ -205,7 +205,6 @@ class _Models:
 
     target: Path | None = option(
         "--target",
-        type=Path,
         metavar="DIR",
         help="the target's checkpoint (default: the embedded target)",
     )

@@ -27,6 +27,7 @@ from jax_specdec.lm.decoding.options import FLAGS, RequestOptions
 from jax_specdec.lm.drafters import (
     NO_DRAFTS,
     check_name,
+    check_target,
     is_pair,
     kind_of,
     names_of,
@@ -147,9 +148,12 @@ def _check_target(given: Given) -> None:
     """Sets the target, and checks what needs one."""
     if "checkpoint" in given:
         if "target" in given:
-            twice = f"{given['checkpoint']!r} and --target {str(given['target'])!r}"
+            twice = f"{given['checkpoint']!r} and --target {given['target']!r}"
             raise ValueError(f"one target must be given, but there are two: {twice}")
-        given["target"] = Path(given["checkpoint"])
+        given["target"] = given["checkpoint"]
+    if "target" in given:
+        check_target(given["target"])
+        given["target"] = Path(given["target"])
     if given.get("chat") and "target" not in given:
         raise ValueError("--chat needs --target, whose tokenizer has the chat template")
     if "dtype" in given and "target" not in given:

@@ -10,14 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.base.arrays import check_type
+from jax_specdec._src.base.arrays import check_type, require
 from jax_specdec._src.base.types import Array
+from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch
 from jax_specdec.lm.decoding.core import PLAIN
 from jax_specdec.lm.decoding.generate import GenerateOutput
 from jax_specdec.lm.decoding.options import RequestOptions, options_per_request
 from jax_specdec.lm.decoding.packing import BatchOptions
-from jax_specdec.lm.models.protocol import CausalModel, Params, Rows, apply_groups, check_params
+from jax_specdec.lm.models.protocol import (
+    CausalModel,
+    Params,
+    Rows,
+    apply_groups,
+    check_model,
+    check_params,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +72,8 @@ def greedy_differences(
       One entry for each request that differs.
 
     Raises:
-      TypeError: an output is something else.
+      TypeError: an output, the model or a prompt is something else.
+      ValueError: there is not one prompt for each text.
 
     Example:
       >>> from jax_specdec import lm
@@ -74,9 +83,15 @@ def greedy_differences(
       >>> lm.greedy_differences(model, params, prompts, plain, plain)
       []
     """
+    check_model("model", model)
     check_params("params", model, params)
     check_type("output", output, GenerateOutput)
     check_type("plain", plain, GenerateOutput)
+    prompts = inputs.token_lists(prompts, model.vocab_size)
+    for name, one in (("output", output), ("plain", plain)):
+        must = f"have a text for each of {len(prompts)} prompts"
+        fits = len(one.completions) == len(prompts)
+        require(fits, f"{name}.completions", must, one.completions)
     found = []
     asked = options_per_request(options, len(prompts), {})
     pairs = zip(output.completions, plain.completions, strict=True)

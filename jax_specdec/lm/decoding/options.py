@@ -11,7 +11,14 @@ from typing import Any, NamedTuple, TypedDict, cast
 import jax
 import numpy as np
 
-from jax_specdec._src.base.arrays import Range, check_int, check_type, refuse, require
+from jax_specdec._src.base.arrays import (
+    Range,
+    check_int,
+    check_type,
+    named_entries,
+    refuse,
+    require,
+)
 from jax_specdec._src.base.config import did_you_mean
 from jax_specdec._src.base.sampling import FILTERS, SAMPLING_PARAMETERS, Parameter
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
@@ -152,11 +159,8 @@ def _words(name: str, bad_words: Iterable[Iterable[int]]) -> tuple[tuple[int, ..
       TypeError: not lists of integers.
       ValueError: a word without tokens, or a negative id.
     """
-    are_lists = isinstance(bad_words, Iterable) and not isinstance(bad_words, (str, bytes))
-    require(are_lists, name, "be lists of token ids", bad_words, error=TypeError)
-    words = [
-        tuple(inputs.token_list(f"{name}[{i}]", word, 2**31)) for i, word in enumerate(bad_words)
-    ]
+    entries = named_entries(name, bad_words, "be lists of token ids")
+    words = [tuple(inputs.token_list(*entry, 2**31)) for entry in entries]
     return tuple(words) or None
 
 
@@ -276,8 +280,10 @@ class RequestOptions:
         """Checks what depends on the model's vocabulary or on another field.
 
         Raises:
+          TypeError: `vocab_size` is not an int.
           ValueError: an id outside the vocabulary, or `min_tokens` above the budget.
         """
+        vocab_size = check_int("vocab_size", vocab_size)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "prediction"):
             inputs.check_range(name, list(getattr(self, name) or ()), vocab_size)
         for i, word in enumerate(self.bad_words or ()):
@@ -407,8 +413,13 @@ class OptionSizes:
 
     @classmethod
     def of(cls, options: Sequence[RequestOptions]) -> OptionSizes:
-        """Returns sizes for these options, powers of 2 so that calls share compilations."""
-        found = [_sizes(one) for one in (RequestOptions(), *options)]
+        """Returns sizes for these options, powers of 2 so that calls share compilations.
+
+        Raises:
+          TypeError: no list of `RequestOptions`.
+        """
+        entries = named_entries("options", options)
+        found = [_sizes(*entry) for entry in (("", RequestOptions()), *entries)]
         most = {name: max(sizes[name] for sizes in found) for name in found[0]}
         # the least power of 2 that is at least n, and at least 1
         return cls(**{name: 1 << max(0, n - 1).bit_length() for name, n in most.items()})
@@ -417,16 +428,18 @@ class OptionSizes:
         """Checks that a request's options fit.
 
         Raises:
+          TypeError: not a `RequestOptions`.
           ValueError: it asks for more than there is room for.
         """
-        for name, needed in _sizes(options).items():
+        for name, needed in _sizes("options", options).items():
             most = getattr(self, name)
             option = "bad_words" if name == "bad_word_length" else name
             require(needed <= most, option, f"fit option_sizes.{name} = {most}", needed)
 
 
-def _sizes(options: RequestOptions) -> dict[str, int]:
+def _sizes(name: str, options: RequestOptions) -> dict[str, int]:
     """Returns the least of each of the `OptionSizes` that a request needs."""
+    check_type(name, options, RequestOptions)
     words = options.bad_words or ()
     longest = max(map(len, words), default=0)
     return dict(

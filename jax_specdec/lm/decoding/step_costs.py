@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import numbers
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_specdec._src.base.arrays import check_increasing, check_int, check_type, require
+from jax_specdec._src.base.arrays import (
+    check_increasing,
+    check_int,
+    check_type,
+    host_numbers,
+    named_entries,
+    require,
+)
 from jax_specdec._src.drafts.rates import DraftRates
 
 _TRIAL_SHARE = 0.01
@@ -43,7 +51,7 @@ class StepCosts:
       seconds: of a step with each of them, above 0.
 
     Raises:
-      TypeError: a number of drafts, or of slots, is not an int.
+      TypeError: a number of drafts, or of slots, is not an int, or `seconds` are no numbers.
       ValueError: the lists have different lengths, `draft_budget` does not increase, or `seconds`
         are not finite and positive.
 
@@ -61,7 +69,10 @@ class StepCosts:
         check_int("num_slots", self.num_slots)
         budget = check_increasing("draft_budget", self.draft_budget, 0)
         object.__setattr__(self, "draft_budget", budget)
-        seconds = tuple(float(x) for x in self.seconds)
+        entries = named_entries("seconds", self.seconds)
+        for name, x in entries:
+            require(isinstance(x, numbers.Real), name, "be a number", x, error=TypeError)
+        seconds = tuple(float(x) for _, x in entries)
         if len(seconds) != len(self.draft_budget) or not all(0 < x < np.inf for x in seconds):
             raise ValueError(
                 f"seconds must hold a positive number for each of draft_budget={self.draft_budget}"
@@ -81,9 +92,17 @@ class StepCosts:
 
         Returns:
           A number of `draft_budget`, of equals the least; 0 if speculation does not pay.
+
+        Raises:
+          TypeError: rates that are no numbers, or `share` is none.
+          ValueError: fewer rates than the largest of `draft_budget`.
         """
         # [K+1], by the number of drafts k: 1 + a_0 + ... + a_{k-1} tokens per step and request
-        rates = np.asarray(unconditional_rates, np.float64)
+        rates = host_numbers("unconditional_rates", unconditional_rates)
+        most = self.draft_budget[-1]
+        must = f"have at least {most} entries, the largest number of draft_budget"
+        require(len(rates) >= most, "unconditional_rates", must, unconditional_rates)
+        require(isinstance(share, numbers.Real), "share", "be a number", share, error=TypeError)
         tokens = 1 + np.concatenate([[0.0], np.cumsum(rates)])
         # from here on an entry for each of `draft_budget`: seconds of the mean step
         least = self.seconds[0]
@@ -92,7 +111,12 @@ class StepCosts:
         return self.draft_budget[int(np.argmax(tokens_per_second))]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file, which `load` reads."""
+        """Writes a JSON file, which `load` reads.
+
+        Raises:
+          TypeError: not a path.
+        """
+        check_type("path", path, str, os.PathLike)
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
@@ -100,8 +124,10 @@ class StepCosts:
         """Reads what `save` wrote.
 
         Raises:
+          TypeError: not a path.
           ValueError: the file holds something else.
         """
+        check_type("path", path, str, os.PathLike)
         text = Path(path).read_text()
         try:
             return cls(**json.loads(text))

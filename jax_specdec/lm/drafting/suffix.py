@@ -202,7 +202,12 @@ class SuffixDrafter(Drafter):
 
         Returns:
           The new `params`, of the same shapes; `params` without a history.
+
+        Raises:
+          TypeError: ids that are not integers.
+          ValueError: no history of this size, or ids of another shape.
         """
+        self.check_params("params", params)
         if not self.history:
             return params
         return _added(params, as_int32("token_ids", token_ids, "[A]"))

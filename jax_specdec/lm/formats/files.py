@@ -4,6 +4,7 @@ import collections
 import contextlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,8 @@ def _missing(path: Path) -> OSError:
     parts = path.parent.parts
     is_name = len(parts) == 2 and not path.is_absolute() and ".." not in parts
     model = directory if is_name else f"OWNER/{shown(path.parent.name)}"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):  # as no model of the hub is called
+        return FileNotFoundError(f"{directory} does not exist.")
     return FileNotFoundError(
         f"{directory} does not exist; `hf download {model} --local-dir {directory}` downloads a "
         "checkpoint to it."

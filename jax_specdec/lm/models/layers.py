@@ -6,7 +6,7 @@ References:
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -271,11 +271,11 @@ def check_weights(name: str, shapes: Shapes, params: Params, dtype: np.dtype | N
       dtype: of all arrays but `target_ids`, which are int32; None for any.
 
     Raises:
-      TypeError: there are none, or one has another dtype.
+      TypeError: no mapping of weights, or one has another dtype.
       ValueError: one is missing, has another shape, or is not among `shapes`.
     """
     must = "be the weights of the model"
-    require(params is not None, name, must, None, "pass its .params", TypeError)
+    require(isinstance(params, Mapping), name, must, params, "pass its .params", TypeError)
     found = dict(jax.tree.leaves_with_path(params, is_leaf=is_int8))
     embedding = shapes["embed_tokens"]
     if "lm_head" not in shapes and is_int8(params.get("lm_head")):

@@ -52,7 +52,7 @@ def decode_bytes(token_ids: Iterable[int]) -> str:
     return bytes(token_ids).decode("utf-8", errors="replace")
 
 
-def id_list(token_ids: Iterable[int]) -> list[int]:
+def id_list(token_ids: Iterable[int], name: str = "token_ids") -> list[int]:
     """Returns token ids of any integer type as a list of ints.
 
     Raises:
@@ -61,4 +61,4 @@ def id_list(token_ids: Iterable[int]) -> list[int]:
     try:
         return [operator.index(token_id) for token_id in token_ids]
     except TypeError:
-        refuse(TypeError, "token_ids", "be a list of ints", token_ids)
+        refuse(TypeError, name, "be a list of ints", token_ids)

@@ -63,10 +63,11 @@ class Tokenizer:
           add_special_tokens: with what the tokenizer adds around a text, such as a first token.
 
         Raises:
-          TypeError: `text` is not a str.
+          TypeError: `text` is not a str, or `add_special_tokens` no bool.
           ValueError: the tokenizer has no ids for the text.
         """
         check_type("text", text, str)
+        check_type("add_special_tokens", add_special_tokens, bool)
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         with _library_errors(self.path, "cannot encode the text"):
             # Unlike the library's `encode`, this gives up Python's lock; the ids are the same.
@@ -249,10 +250,11 @@ class Tokenizer:
         One of them may know more, such as tokens that were added to it.
 
         Raises:
+          TypeError: `other` is not a `Tokenizer`.
           ValueError: one id does not; the message names the files and the first difference.
         """
-        ours, theirs = (one.library_tokenizer.id_to_token for one in (self, other))
         first = self._first_difference(other)
+        ours, theirs = (one.library_tokenizer.id_to_token for one in (self, other))
         if first is not None:
             raise ValueError(
                 f"{shown(self.path)} and {shown(other.path)} differ: token id {first} is "
@@ -266,6 +268,7 @@ class Tokenizer:
 
     def _first_difference(self, other: "Tokenizer") -> int | None:
         """Returns the first id that means different things to both tokenizers."""
+        check_type("other", other, Tokenizer)
         ours, theirs = (
             {token_id: token for token, token_id in one.library_tokenizer.get_vocab().items()}
             for one in (self, other)
@@ -331,7 +334,7 @@ class TextStream:
         self._num_run_shown = 0  # bytes of it whose text was returned
         self._num_held = 0  # characters at the end of the text of other tokens
         self._context = 0  # ids before the newest piece
-        token_ids = id_list(prompt_token_ids)
+        token_ids = id_list(prompt_token_ids, "prompt_token_ids")
         text = decode(token_ids)  # what it refuses is named first
         token_ids = list(filter(self._has_text, token_ids))
         # The prompt's last run of byte tokens may go on: only what is before it is settled.
