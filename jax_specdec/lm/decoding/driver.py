@@ -1,4 +1,16 @@
-"""The host loop around an engine: a queue, slots, steps ahead, interrupts and failed calls."""
+"""The host loop around an engine: a queue, slots, steps ahead, interrupts and failed calls.
+
+`submit` puts a request into `_waiting`. From there on `step` does all of the following:
+
+1. `_plan` asks `schedule.plan`, a function of `_settings` and `_traffic`, what is to be done next.
+2. `_occupy` moves requests whose prompts are read now to slots of `_host`.
+3. `_carry_out` has `_device` (`device.DeviceState`) call the programs, without waiting for them. A
+   step that was dispatched is in `_device.ahead`.
+4. `_read_step` waits for the oldest of these. `_host.after_step` (`bookkeeping.HostState`) makes of
+   its numbers longer requests and `RequestUpdate`s, which `step` returns.
+
+What happens where one of these raises, or is interrupted, stands at `_changes` and `_settle`.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +182,8 @@ class EngineDriver:
         check_params("draft_params", engine.drafter, draft_params)
         check_are_there("params", params)
         check_are_there("draft_params", draft_params)
-        # Copied to the device once, not with every call, where they are arrays of the host.
+        # Copied to the device once, not with every call, where they are arrays of the host. Waits
+        # until they are there: from then on the caller may change these arrays.
         placed = on_all_devices((params, draft_params), engine.model)
         weights = jax.block_until_ready(jax.tree.map(put, placed))
         self.engine = engine
@@ -190,6 +203,9 @@ class EngineDriver:
             check_choice("chunk_size", self.chunk_size, engine.chunk_sizes)
             if self.chunk_size < engine.max_length:
                 inputs.check_reads_chunks(engine.drafter, "chunk_size", self.chunk_size)
+        # `warm_up` measures only where there is something to choose: several sizes, a limit of
+        # calls between steps, and a drafter that can read a prompt in chunks of any of them. With
+        # one slot nobody runs while another prompt is read.
         self._chooses_chunk_size = (
             chunk_size is None
             and max_prefills is not None
@@ -203,6 +219,7 @@ class EngineDriver:
             is_empty = isinstance(step_widths, Sequence) and not step_widths
             widths = () if is_empty else check_increasing("step_widths", step_widths, 1, most)
             self.step_widths = widths
+        # A step of another width is another program, whose sums may be rounded otherwise.
         if engine.exact:
             self.step_widths = ()
         counters, draft_rates = self._new_counts()
@@ -210,14 +227,18 @@ class EngineDriver:
             engine.num_slots, engine.draft_budget, step_costs, draft_rates
         )
         if self.draft_choice is not None and 0 in self.draft_choice.draft_budget:
+            # On a CPU a step in which nobody has a draft runs a pass over one row of each request:
+            # see `core._run_as_wide_as_needed`. An exact engine has no such pass.
             is_cpu = jax.default_backend() == "cpu" and not engine.exact
             self.draft_choice.may_be_narrow = is_cpu and engine.drafter.serves.may_abstain
-        # The truth; `_settle` says what an exception does to it.
+        # All that is known of requests that have had a slot. Each change makes a new record, and
+        # one assignment puts it here, so an interrupt finds the old one or the new one. From it
+        # `_settle` can build anew what is on the device, which an exception drops.
         self._host = HostState(weights, counters, draft_rates, ServingStats(engine.num_slots))
         self._waiting: dict[int, ServedRequest] = {}  # for their first slot
         self._num_submitted = 0
         self._matchers = Matchers(engine.num_slots, engine.model.vocab_size)
-        self._device = DeviceState(engine, self._host)  # dropped by an exception
+        self._device = DeviceState(engine, self._host)
         self._warm_up = WarmUp(engine, self._device)
         self._is_whole = True  # False while something changes, and after an exception
 
@@ -248,6 +269,7 @@ class EngineDriver:
         """
         self._settle()
         try:
+            # A state that was dropped is made here, for no request: a failure concerns nobody.
             return self._device.state([])
         except FailedCall as failed:
             raise failed.error from None
@@ -311,13 +333,16 @@ class EngineDriver:
         require(not self.num_running, "num_running", must, self.num_running, error=RuntimeError)
         now, later = self._warm_up.actions(self._settings, grammars=grammars, behind=behind)
         calls = self._warm_up.calls(now, self._rehearse, self._host)
+        # Measured last, when the programs that are measured are compiled.
         if self._chooses_chunk_size and later:
             # Nothing is measured: programs for larger sizes come later, so the least stays.
             self.chunk_size = self.engine.chunk_sizes[0]
             self._chooses_chunk_size = False
         elif self._chooses_chunk_size:
             calls.append(self._choose_chunk_size)
-        self._is_whole = False  # what the calls leave behind is dropped by the last one
+        # The calls write to the state of the device. `_settle`, which comes last and is no program,
+        # drops it. If one of these raises, the next method that calls `_settle` does.
+        self._is_whole = False
         try:
             for done, call in enumerate([*calls, self._settle]):
                 if on_progress is not None:
@@ -326,6 +351,8 @@ class EngineDriver:
             # There is no state now, so there is room for that of the measurement.
             if self.draft_choice is not None and self.draft_choice.costs is None:
                 self.draft_choice.costs = self._warm_up.measure_steps()
+            # Made now: the first request need not wait for it, and programs for later are compiled
+            # for arrays like these.
             state = self._device.state([])
         except FailedCall as failed:
             raise failed.error from None
@@ -376,14 +403,16 @@ class EngineDriver:
           RuntimeError: `max_queue` requests wait already; preempted ones do not count.
         """
         check_matchers([matcher])
+        # A list of the driver's own: the new tokens are written behind the prompt.
         token_ids = inputs.token_list("prompt", prompt, self.engine.model.vocab_size)
-        (own,) = options_per_request(options, 1, fields)
-        sizes = len(token_ids), check_int("max_new_tokens", own.max_new_tokens, 1)
+        (full_options,) = options_per_request(options, 1, fields)
+        sizes = len(token_ids), check_int("max_new_tokens", full_options.max_new_tokens, 1)
         must = f"fit into max_length={self.engine.max_length} tokens"
         fit = sum(sizes) <= self.engine.max_length
         require(fit, "prompt and max_new_tokens", must, sizes)
-        self.engine.check_options(own)
+        self.engine.check_options(full_options)
         if self.max_queue is not None:
+            # After an interrupt within `_occupy`, some of `_waiting` have had a slot already.
             self._settle()
             waiting = len(self._waiting)
             must = f"be below max_queue={self.max_queue}"
@@ -393,12 +422,14 @@ class EngineDriver:
             tokens=token_ids,
             length=len(token_ids),
             prompt_length=len(token_ids),
-            options=own,
+            options=full_options,
             matching=None if matcher is None else Matching(matcher),
             timing=Timing(submitted=time.perf_counter()),
             replay=Replay(begin=len(token_ids)) if self.engine.exact else None,
         )
-        self._num_submitted = request.request_id + 1  # first: no two requests may have one id
+        # The number first: an interrupt between the two lines leaves out an id, where the other
+        # order would give it to two requests. The second line submits the request.
+        self._num_submitted = request.request_id + 1
         self._waiting[request.request_id] = request
         return request.request_id
 
@@ -425,14 +456,19 @@ class EngineDriver:
     def _end(self, request_id: int, reason: str) -> bool:
         """Ends a request for one of `END_REASONS`; see `cancel`."""
         with self._changes():
+            # A request that has had no slot is in `_waiting` alone.
             if self._waiting.pop(request_id, None) is not None:
                 self._host = self._host.after_ends([reason])
                 return True
             host = self._host
             begun = [one for one in host.begun if one.request_id == request_id]
+            # One that has ended, and whose last update was not delivered, is known by this alone.
             is_known = bool(begun) or any(one.request_id == request_id for one in host.updates)
             # One assignment: what fails or is interrupted after it does not bring the request back.
             self._host = host.without(request_id).after_ends([reason] * is_known)
+            # The device is told last. Steps ahead still have rows for the request: what they emit
+            # for it is dropped when they are read, because its slot is empty then, or has another
+            # id.
             slot = host.slot_of(request_id)
             if slot is not None:
                 self._empty(slot)
@@ -457,6 +493,7 @@ class EngineDriver:
                 return False
             while self._device.ahead:
                 self._read_step()
+            # By its id again: it may have ended in one of these steps.
             slot = self._host.slot_of(request_id)
             if slot is not None:
                 self._host = self._host.queued_first([slot])
@@ -511,26 +548,31 @@ class EngineDriver:
         """
         check_type("reread", reread, bool)
         check_type("delete", delete, bool)
-        some = params is not None or draft_params is not None
-        require(some, "params or draft_params", "be given", None, error=TypeError)
+        is_given = params is not None or draft_params is not None
+        require(is_given, "params or draft_params", "be given", None, error=TypeError)
         require(reread or not self.engine.exact, "reread", "be true for an exact engine", reread)
         old_params, old_draft_params = self._host.weights
         if params is not None:
             check_replaces("params", self.engine.model, params, old_params)
         if draft_params is not None:
             check_replaces("draft_params", self.engine.drafter, draft_params, old_draft_params)
+        # Two blocks: a failed call among the steps ahead is contained by the first. The requests it
+        # had are then in the queue, and the second changes the weights all the same.
         with self._changes():
             while self._device.ahead:
                 self._read_step()
         with self._changes():
             if reread:
                 self._device.drop(self._host)  # there may be no room for caches beside two sets
+            # An exception before `_host` is assigned leaves the old weights, one after it the new
+            # ones.
             weights = replaced(self._host.weights, (params, draft_params), delete)
             host = self._host.with_weights(weights, *self._new_counts())
             if reread:
                 host = host.queued_first(sorted(host.slots))
             self._host = host  # now it has happened
             if reread:
+                # Again: the first time the device took the weights of the old host.
                 self._device.drop(host)
             else:
                 self._device.go_on(host)
@@ -548,14 +590,22 @@ class EngineDriver:
           that were under way.
         """
         with self._changes():
+            # Until the schedule says `Wait`: then at most `max_steps_ahead` steps are under way,
+            # and one more, the oldest, which is read below. So the device has work while the host
+            # reads.
             while self._dispatch_step():
                 pass
+            # Updates that are there already, as after a `preempt`, are delivered first.
             if self._device.ahead and not self._host.updates:
                 self._read_step()
         host = self._host
+        # All who wait need programs that a thread still compiles, and nobody runs: callers call
+        # `step` again at once, so without a pause they would do nothing else until a program is
+        # there.
         if self._warm_up.lacking and self._waiting and not (host.updates or host.slots):
-            time.sleep(_PAUSE)  # until a program is compiled
+            time.sleep(_PAUSE)
         try:
+            # Delivered once: if this is cut short, the caller gets no list, and the updates stay.
             reasons = [update.finish_reason for update in host.updates]
             self._host = host._replace(updates=()).after_ends(reasons)
             return [*host.updates]
@@ -584,6 +634,7 @@ class EngineDriver:
     @property
     def _settings(self) -> schedule.Settings:
         """What the schedule keeps to."""
+        # Not None while a thread compiles the programs for larger sizes.
         most_read = self._warm_up.most_read
         return schedule.Settings(
             max_steps_ahead=self.max_steps_ahead,
@@ -604,13 +655,14 @@ class EngineDriver:
             client_of=self.client_of,
             prefill=self._device.prefill,
             kept=self._host.kept,
-            ahead=[one.request_ids for one in self._device.ahead],
+            ahead=[step.request_ids for step in self._device.ahead],
             has_updates=bool(self._host.updates),
         )
 
     def _dispatch_step(self) -> bool:
         """Reads prompts and dispatches a step, if one more is wanted; returns whether it did."""
         action = self._admit_queued()
+        # With `prompts_in_steps`, requests get their slots by the step that reads their prompts.
         if isinstance(action, Step) and action.prompts.group:
             self._occupy(action.prompts.group)
         self._carry_out(action)
@@ -620,6 +672,8 @@ class EngineDriver:
         """Reads prompts between steps, if there are any; returns what is to be done then."""
         action = self._plan(after=None)
         while isinstance(action, Read):
+            # Into their slots before the call: if it fails, `after_failed_call` finds them there,
+            # and `_settle` puts them first in the queue.
             self._occupy(action.prompts.group)
             self._carry_out(action)
             action = self._plan(after=action)
@@ -630,10 +684,14 @@ class EngineDriver:
         match action:
             case Read(prompts):
                 self._device.read(prompts)
+                # A further chunk ends a row of failed calls. A `Step` needs no such note: it reads
+                # no prompt of a request whose calls have failed.
                 if prompts.is_chunk:
                     for slot, end in zip(prompts.group, prompts.end, strict=True):
                         self._host = self._host.after_chunk(slot, end)
             case Step(num_drafts=num_drafts):
+                # The action leaves the number open (`num_drafts` is None): it is chosen here,
+                # before anything is drafted, by the steps that were read.
                 if action.max_drafts and self.draft_choice is not None:
                     self.draft_choice.max_drafts = action.max_drafts
                     num_drafts = self.draft_choice.next()
@@ -644,30 +702,43 @@ class EngineDriver:
     def _occupy(self, group: Mapping[int, ServedRequest]) -> None:
         """Puts requests into slots, from now on."""
         now = time.perf_counter()
-        new = {slot: one.in_slot(now) for slot, one in group.items()}
-        self._host = self._host.with_new(new)
-        for one in new.values():
-            self._waiting.pop(one.request_id, None)
+        occupants = {slot: request.in_slot(now) for slot, request in group.items()}
+        # In this order: an interrupt in between leaves requests in both places, and `_settle` takes
+        # them out of `_waiting`. The other order would lose them.
+        self._host = self._host.with_new(occupants)
+        for request in occupants.values():
+            self._waiting.pop(request.request_id, None)
 
     def _dispatch_masked(self, step: Masked) -> None:
         """Dispatches a step whose rows are masked by grammars.
 
         Where a pass may be narrow and drafts do not pay, only those are verified that are forced.
         """
+        # A program drafts for all, the host walks each matcher along its request's drafts and makes
+        # a mask for each row, and a second program verifies under the masks. The host waits for the
+        # drafts, so `schedule.plan` has read all steps before: matchers have all tokens.
         num_drafts = 0
         if any(step.max_drafts.values()) or self.engine.exact:  # whose passes are all as wide
             num_drafts = self.engine.config.num_speculative_tokens
         ids = self._device.draft(step, num_drafts)  # [S, num_drafts]
+        # The drafts are there by now. Dropping them pays where 0 is the best number, and the pass
+        # is narrow as soon as nobody has a draft.
         choice = self.draft_choice
         is_narrow = choice is not None and choice.may_be_narrow and choice.next() == 0
         if is_narrow:
             ids = np.full_like(ids, PLACEHOLDER_TOKEN_ID)
+            # What the step is noted with: `DraftChoice.learn` does not count it.
             num_drafts = 0
+        # Without a store no draft has a distribution: all are verified one-hot, forced or not.
         has_store = self._device.state(step.running.values()).store is not None
         drafts, failed = self._matchers.forced_drafts(step.running, ids, step.max_drafts, has_store)
-        if is_narrow:  # nothing is learned of what was not verified
+        if is_narrow:
+            # Rates are learned of requests that are not forced, and count a dropped draft as
+            # refused.
             drafts = drafts._replace(is_forced=np.ones_like(drafts.is_forced))
-        going_on = {slot: one for slot, one in step.running.items() if slot not in failed}
+        # A request whose matcher has failed has rows in this pass, with masks that allow
+        # everything. It is left out of the step's `request_ids`, so what they emit is not read.
+        going_on = {slot: request for slot, request in step.running.items() if slot not in failed}
         self._device.verify(step, drafts, going_on, num_drafts)
         for slot, reason in failed.items():
             self._host = self._host.failed(slot, f"the matcher has failed: {reason}")
@@ -677,9 +748,12 @@ class EngineDriver:
         """Reads the result of the oldest step ahead."""
         step = self._device.ahead[0]
         begin = time.perf_counter()
+        # Waits until the device has come to the end of this step. Its errors show here, and concern
+        # whoever runs: by now later steps may stand on what it left.
         with awaiting(self._traffic.running.values()):
             numbers, logprobs, rates = jax.device_get(step.result.for_host)
         now = time.perf_counter()
+        # A new record: `self._host` is as before the step until it is assigned below.
         host = self._host.after_step(
             step,
             numbers.tolist(),
@@ -688,16 +762,21 @@ class EngineDriver:
             waited=now - begin,
             num_ahead=len(self._device.ahead) - 1,
         )
+        # Those of this step: before them are others that were not delivered yet.
         updates = host.updates[len(self._host.updates) :]
         if self.draft_choice is not None and updates:
             has_drafts = any(update.num_proposed for update in updates)
             self.draft_choice.learn(rates, step.num_drafts, has_drafts)
-        by_id = {one.request_id: one for one in self._host.slots.values()}
+        # Texts of requests that have ended. The new record has none of these, so they are put
+        # together from the request as it was, and from what the step has added.
+        by_id = {request.request_id: request for request in self._host.slots.values()}
         ended = [
-            by_id[one.request_id].new_token_ids + one.token_ids
-            for one in updates
-            if one.finish_reason is not None
+            by_id[update.request_id].new_token_ids + update.token_ids
+            for update in updates
+            if update.finish_reason is not None
         ]
+        # An interrupt between these two lines does not read the step twice: `_settle` drops
+        # `ahead`.
         self._host = host
         del self._device.ahead[0]
         self._remember(ended)
@@ -706,6 +785,8 @@ class EngineDriver:
         """Lets a drafter with a history search what requests have generated."""
         if self.engine.drafter.serves.has_history:
             self._device.remember(texts)
+            # The history is among the weights. Dropping the device's state takes those of the host,
+            # so they are noted here, or the texts would be forgotten by the next exception.
             self._host = self._host._replace(weights=self._device.weights)
 
     def _empty(self, slot: int) -> None:
@@ -718,17 +799,23 @@ class EngineDriver:
     def _changes(self) -> Iterator[None]:
         """Surrounds what changes requests, slots or the device; contains failed calls."""
         self._settle()
+        # From here on the host and the device may differ. An exception other than `FailedCall`
+        # leaves this False, and the next method that reads one of the two begins with `_settle`.
         self._is_whole = False
         try:
             with interrupts():
                 yield
         except FailedCall as failed:
+            # The requests of the call get an update each, or end. All who are in slots lose what
+            # the device had of them, also those that were not in the call.
             self._host = self._host.after_failed_call(
                 failed.request_ids, error=str(failed), max_retries=self.max_retries
             )
             self._settle()
+        # All whom the steps ahead have rows for have ended or were cancelled: there is nothing to
+        # read.
         if not self._host.slots:
-            self._device.ahead.clear()  # there is nothing to read
+            self._device.ahead.clear()
         self._is_whole = True
 
     def _settle(self) -> None:
@@ -742,7 +829,10 @@ class EngineDriver:
         if self._is_whole:
             return
         self._device.drop(self._host)
+        # `queued_first` is a no-op when no slot is taken, so this may be done again. The rows that
+        # free slots kept are lost with the caches.
         self._host = self._host.queued_first(sorted(self._host.slots)).without_kept()
-        for request in self._host.returning:  # some had got a slot, and were still waiting for one
+        # Cut short within `_occupy`, some had got a slot and were still among those that wait.
+        for request in self._host.returning:
             self._waiting.pop(request.request_id, None)
         self._is_whole = True
