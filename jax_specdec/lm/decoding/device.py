@@ -1,10 +1,10 @@
 """What a driver has on the device: a state and steps ahead, and the calls that change them.
 
-`EngineDriver` has a `DeviceState` do what `schedule.plan` has decided: `read` prompts, make a `step`,
-or `draft` and `verify` one whose rows are masked by grammars. Each calls `programs`, which return
-before the device has run them. The state is donated to every call: its arrays are deleted, and those
-that the call returns take their place. So no call can be tried again: after an exception the driver
-calls `drop`, and the requests are read again from their tokens.
+`EngineDriver` has a `DeviceState` do what `schedule.plan` has decided: `read` prompts, make a
+`step`, or `draft` and `verify` one whose rows are masked by grammars. Each calls `programs`, which
+return before the device has run them. The state is donated to every call: its arrays are deleted,
+and those that the call returns take their place. So no call can be tried again: after an exception
+the driver calls `drop`, and the requests are read again from their tokens.
 
 A `Rehearsal` compiles the same programs for arrays that are not there.
 """

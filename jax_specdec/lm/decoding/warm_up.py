@@ -33,10 +33,13 @@ def served_later(engine: Engine, action: Action) -> str | None:
     """
     match action:
         case Read(prompts):
-            # Any prompt is read in calls of the least size, of one request each.
+            # Any prompt can be read in calls of the least size, of one request each: until there
+            # are programs for more, all prompts are, as `most_read` has it.
             is_least = len(prompts.group) == 1 and prompts.size == engine.chunk_sizes[0]
             return None if is_least else "long prompts"
         case Step(prompts=prompts, all_neutral=all_neutral):
+            # A request without options runs in steps that leave all of them out. Steps that read
+            # prompts serve requests of all kinds, so they are compiled now.
             return None if prompts.group or all_neutral else "options"
         case Masked():
             return "grammars"
@@ -45,15 +48,15 @@ def served_later(engine: Engine, action: Action) -> str | None:
 
 def needs(engine: Engine, request: ServedRequest) -> set[str]:
     """Returns which of `KINDS` a request is, but for the length of its prompt."""
-    found = set()
+    kinds = set()
     if not request.options.is_neutral:
-        found.add("options")
+        kinds.add("options")
     # Without drafts, a step that is for all requests serves those, too: see `schedule.next_step`.
     if not engine.max_drafts(request.options) and 0 not in (engine.draft_budget or ()):
-        found.add("options")
+        kinds.add("options")
     if request.matching is not None:
-        found.add("grammars")
-    return found
+        kinds.add("grammars")
+    return kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +98,7 @@ class WarmUp:
         )
         if not (behind and self._can_wait):
             return actions, []
+        # Each action with its kind: None for those that any request may need.
         kinds = [served_later(self.engine, action) for action in actions]
         pairs = [*zip(kinds, actions, strict=True)]
         now = [action for kind, action in pairs if kind is None]
@@ -130,7 +134,8 @@ class WarmUp:
         if self.engine.exact:  # if this fails, all else is for nothing
             calls.append(functools.partial(self._check_rows, host))
         calls += [functools.partial(rehearse, action) for action in actions]
-        # No action has these: a request leaves its slot early, and a text is kept for drafting.
+        # No action has these: a request leaves its slot early, and a text is kept for drafting. The
+        # slot that is emptied does not exist; the text is empty.
         calls.append(functools.partial(self.device.empty, self.engine.num_slots, ()))
         if self.engine.drafter.serves.has_history:
             calls.append(functools.partial(self.device.remember, [[]]))
@@ -151,6 +156,7 @@ class WarmUp:
         """
         self.device.drop(host)  # there may be no room for two states
         params, draft_params = self.device.weights
+        # Of a state of its own, all of whose slots are busy.
         costs = stopwatch.measure_chunks(self.engine, params, draft_params, in_steps=in_steps)
         return costs.largest
 
@@ -180,6 +186,7 @@ class WarmUp:
     @property
     def lacking(self) -> set[str]:
         """Those of `KINDS` for which programs are still to be compiled behind."""
+        # Asked before every action, as the thread may have compiled more.
         behind = self.device.behind
         return set() if behind is None else behind.lacking
 
@@ -198,8 +205,8 @@ class WarmUp:
             return waiting
         # The others stay in the queue, and are overtaken: a call for them would compile here, for
         # seconds in which those who run would wait, too.
-        needed = {one.request_id: needs(self.engine, one) & lacking for one in waiting}
+        needed = {request.request_id: needs(self.engine, request) & lacking for request in waiting}
         # What somebody waits for is compiled before what nobody has asked for yet.
         assert self.device.behind is not None
         self.device.behind.put_first(set().union(*needed.values()))
-        return [one for one in waiting if not needed[one.request_id]]
+        return [request for request in waiting if not needed[request.request_id]]
