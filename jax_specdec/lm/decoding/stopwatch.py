@@ -1,4 +1,9 @@
-"""The stop-watch of an engine: measures what steps and prompts cost."""
+"""The stop-watch of an engine: measures what steps and prompts cost.
+
+`EngineDriver.warm_up` calls `measure_steps` where a `draft_budget` has no costs yet, and
+`measure_chunks` where a `chunk_size` is to be chosen (`warm_up.WarmUp`). Both make a state of their
+own, so there has to be room for it, and call the programs that serve.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,9 @@ _LONGEST_TIMING = 0.1
 def _occupied(engine: Engine, state: DecodeState) -> DecodeState:
     """Returns a state with all slots busy, with sequences of half the length."""
     batch = state.batch
-    most = jnp.full_like(batch.lengths, engine.max_length)
+    # No prompt was read: caches hold zeros. All slots run, with texts of half the length, because
+    # on some devices attention takes as long as the tokens that are there.
+    most = jnp.full_like(batch.lengths, engine.max_length)  # [S]
     batch = dataclasses.replace(
         batch,
         lengths=most // 2,
@@ -77,6 +84,8 @@ def measure_steps(
         [calls.seconds_of_step(n, num_calls=num_steps) for n in engine.draft_budget]
         for _ in range(2)
     ]
+    # Of each number the lesser of two rounds: what else the machine does can only make a step
+    # slower.
     return StepCosts(engine.num_slots, engine.draft_budget, tuple(map(min, *rounds)))
 
 
@@ -95,6 +104,7 @@ def measure_chunks(
             costs.seconds[size] = calls.seconds_of_step(full_budget(engine), size) - costs.step
         else:
             costs.seconds[size] = calls.seconds_of_prompt(size)
+        # This size is too large, so all that come after it are.
         if costs.largest < size:
             break
     return costs
@@ -113,6 +123,8 @@ class _Calls:
     ) -> float:
         """Returns the seconds of a step that also reads a prompt, or none if `prompt_size` is 0."""
         engine = self._engine
+        # Programs that the driver has, by `schedule.next_step`: of steps without prompts the one
+        # that most requests get.
         all_neutral = engine.request_options and not prompt_size
         requests = None
         if prompt_size:
@@ -134,6 +146,7 @@ class _Calls:
     def seconds_of_prompt(self, size: int, num_calls: int = 8) -> float:
         """Returns the seconds of a call of `admit` with one prompt."""
         engine = self._engine
+        # Packed once: all calls read the same prompt into slot 0.
         request = programs.pack(engine, placeholders(1, size, slot=0))
         return self._least(lambda x: programs.admit(engine, *self._weights, x, request), num_calls)
 
@@ -141,8 +154,12 @@ class _Calls:
         """Returns the seconds of a call: the least of three times, of some dispatched at once."""
 
         def seconds(num_calls: int) -> float:
+            # Anew each time, for each step makes the texts longer.
             self._state = _occupied(self._engine, self._state)
             jax.block_until_ready(self._state)
+            # Calls return before the device has run them, and each takes the state of the one
+            # before: so they wait in a row, and what the host takes to dispatch them is hidden, as
+            # in serving.
             begin = time.perf_counter()
             for _ in range(num_calls):
                 self._state = call(self._state)
@@ -150,5 +167,6 @@ class _Calls:
             return (time.perf_counter() - begin) / num_calls
 
         seconds(1)  # compiles
+        # Fewer calls where they are slow, so that a measurement takes little longer than 0.1 s.
         num_calls = min(num_calls, max(1, int(_LONGEST_TIMING / seconds(1))))
         return min(seconds(num_calls) for _ in range(3))

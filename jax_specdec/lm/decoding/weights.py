@@ -109,7 +109,8 @@ def replaced(held: Weights, given: Weights, delete: bool) -> Weights:
         or is given again, also by another array of its memory, is not.
     """
     # What the new weights consist of: the memory of none of these may be deleted with an old array.
-    # Two arrays may have one memory, as `jax.device_put` of an array that is there makes another.
+    # Two arrays may have one memory: `jax.device_put` to the device where an array is makes another
+    # of it.
     both = zip(given, held, strict=True)
     staying = jax.tree.leaves([old if new is None else new for new, old in both])
     stays = set[Hashable]().union(*map(_memory, staying if delete else []))
