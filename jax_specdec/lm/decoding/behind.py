@@ -55,7 +55,6 @@ class Compiled(NamedTuple):
         # be traced.
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
             return self.program(first, *args, **static)
-        # Its static arguments were given when it was compiled.
         return self.compiled(*args)
 
 
@@ -110,8 +109,6 @@ class Behind:
         Args:
           calls: each after the kind of requests that it is for.
         """
-        # A new list: what the thread still has of an older one ends with the call that it makes
-        # now.
         self._later = [*calls]
         self._thread.submit(self._compile_next, self._thread, self._later)
 
@@ -148,7 +145,8 @@ class Behind:
         # before.
         if self._programs:
             self._thread.submit(int).result()
-        while self._later:  # each of them lets the next come after what was asked for by then
+        # Each of these lets the next come after what was asked for by then.
+        while self._later:
             self._thread.submit(int).result()
 
     def close(self) -> None:
@@ -157,7 +155,6 @@ class Behind:
         self._later = []
         self._programs = {name: one for name, one in self._programs.items() if one.done()}
         self._thread.shutdown(wait=False, cancel_futures=True)
-        # `functools.cached_property` then makes another when it is needed.
         del self._thread
 
 

@@ -118,7 +118,7 @@ class ServedRequest(NamedTuple):
     options: RequestOptions
     matching: Matching | None = None
     timing: Timing = Timing()
-    num_read: int = 0  # the most tokens of its prompt that were read in chunks
+    num_read: int = 0  # tokens of its prompt read in chunks, at most, since a call of it failed
     num_failures: int = 0  # failed calls in a row, without a new token or a further chunk
     replay: Replay | None = None  # None: read again, it generates nothing again
     num_rows: int = 0  # of `rows`
@@ -301,7 +301,7 @@ class HostState(NamedTuple):
     counters: AcceptanceCounters  # of the steps that were read; on the device
     draft_rates: DraftRates | None  # of these; None without a draft budget
     stats: ServingStats  # of these
-    slots: Mapping[int, ServedRequest] = {}  # those that run
+    slots: Mapping[int, ServedRequest] = {}  # those in slots, also while their prompts are read
     returning: tuple[ServedRequest, ...] = ()  # those that ran and wait for a slot, before others
     updates: tuple[RequestUpdate, ...] = ()  # that have not been delivered
     kept: Mapping[int, KeptRows] = {}  # of free slots, those that are longest unused first

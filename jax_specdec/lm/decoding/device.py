@@ -87,7 +87,7 @@ class DeviceState:
 
     def drop(self, host: HostState) -> None:
         """Drops all; a state of empty slots has the weights of `host`, and goes on counting."""
-        # None: the next call that needs a state makes one. Nothing holds the old arrays any more.
+        # None: the next call that needs a state makes one.
         self._state: DecodeState | None = None
         self._drafted: Drafted | None = None  # between the halves of a masked step
         self._take(host)
@@ -130,7 +130,6 @@ class DeviceState:
 
     def step(self, step: Step, num_drafts: int | None) -> None:
         """Dispatches a step, which may read prompts."""
-        # If the call fails, this concerns all of them.
         requests = [*step.running.values(), *step.prompts.group.values()]
         state = self._copied(step.prompts.copies, requests)
         packed = programs.pack(self._engine, step.prompts) if step.prompts.group else None
@@ -200,7 +199,6 @@ class DeviceState:
             program = self._narrow_halves(len(step.slots), narrow)
             args = args if program is None else narrow
         self._state, self._drafted = self._call(requests, program or programs.draft, *args)
-        # The host has nothing to do until it has the drafts: matchers walk along them.
         with awaiting(requests):
             ids, rows = jax.device_get((self._drafted.token_ids, self._drafted.slots))
         # [R, K] -> [S, K]: -1 in slots that take no part
@@ -357,7 +355,6 @@ class Rehearsal(DeviceState):
         # A later call with arrays of these shapes, dtypes and places finds it compiled.
         lowered = program.lower(self._engine, *args, **named)
         lowered.compile()
-        # Zeros in place of what it would return, which the next method passes on or reads.
         return jax.tree.map(_without_values, lowered.out_info)
 
     def _add_step(

@@ -114,14 +114,14 @@ def _processed(
 ) -> np.ndarray:
     """Returns the row ``[V]`` that a greedy token is the argmax of, from ``logits [1, V]``."""
     # A batch of this one request, as it was before the token: penalties and other processors read
-    # the sequence, and where its output begins.
+    # the sequence, and where its output begins. The key is not used, for nothing is drawn.
     vocab_size = logits.shape[1]
     batch = Batch(
         token_ids=sequence,
         lengths=jnp.array([sequence.shape[1]], jnp.int32),
         done=jnp.zeros((1,), bool),
         status=jnp.zeros((1,), jnp.int32),
-        keys=jax.random.split(jax.random.key(0), 1),  # nothing is drawn
+        keys=jax.random.split(jax.random.key(0), 1),
         options=BatchOptions.create([options], [prompt_length], vocab_size),
     )
     rows = batch.with_processors(vocab_size).context(PLAIN).processed(logits)

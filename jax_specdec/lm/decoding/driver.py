@@ -215,11 +215,10 @@ class EngineDriver:
         self.max_retries = check_int("max_retries", max_retries, 0)
         self.step_widths = schedule.default_widths(jax.default_backend(), engine.num_slots)
         if step_widths is not None:
-            most = engine.num_slots - 1
+            widest = engine.num_slots - 1
             is_empty = isinstance(step_widths, Sequence) and not step_widths
-            widths = () if is_empty else check_increasing("step_widths", step_widths, 1, most)
+            widths = () if is_empty else check_increasing("step_widths", step_widths, 1, widest)
             self.step_widths = widths
-        # A step of another width is another program, whose sums may be rounded otherwise.
         if engine.exact:
             self.step_widths = ()
         counters, draft_rates = self._new_counts()
@@ -235,12 +234,14 @@ class EngineDriver:
         # one assignment puts it here, so an interrupt finds the old one or the new one. From it
         # `_settle` can build anew what is on the device, which an exception drops.
         self._host = HostState(weights, counters, draft_rates, ServingStats(engine.num_slots))
-        self._waiting: dict[int, ServedRequest] = {}  # for their first slot
+        # By id, those that wait for their first slot, in the order in which they came.
+        self._waiting: dict[int, ServedRequest] = {}
         self._num_submitted = 0
         self._matchers = Matchers(engine.num_slots, engine.model.vocab_size)
         self._device = DeviceState(engine, self._host)
         self._warm_up = WarmUp(engine, self._device)
-        self._is_whole = True  # False while something changes, and after an exception
+        # False while something changes, and after an exception.
+        self._is_whole = True
 
     def _new_counts(self) -> tuple[AcceptanceCounters, DraftRates | None]:
         """Returns counters and rates that have seen nothing."""
@@ -331,10 +332,12 @@ class EngineDriver:
         require(is_function, "on_progress", "be a function", on_progress, error=TypeError)
         must = "be 0 before warm_up"
         require(not self.num_running, "num_running", must, self.num_running, error=RuntimeError)
-        now, later = self._warm_up.actions(self._settings, grammars=grammars, behind=behind)
-        calls = self._warm_up.calls(now, self._rehearse, self._host)
+        actions, later_actions = self._warm_up.actions(
+            self._settings, grammars=grammars, behind=behind
+        )
+        calls = self._warm_up.calls(actions, self._rehearse, self._host)
         # Measured last, when the programs that are measured are compiled.
-        if self._chooses_chunk_size and later:
+        if self._chooses_chunk_size and later_actions:
             # Nothing is measured: programs for larger sizes come later, so the least stays.
             self.chunk_size = self.engine.chunk_sizes[0]
             self._chooses_chunk_size = False
@@ -356,8 +359,8 @@ class EngineDriver:
             state = self._device.state([])
         except FailedCall as failed:
             raise failed.error from None
-        if later:
-            self._warm_up.compile_later(later, self._host, state)
+        if later_actions:
+            self._warm_up.compile_later(later_actions, self._host, state)
 
     def _rehearse(self, action: Action) -> None:
         """Carries out an action for nobody, and reads the step if it is one."""
@@ -563,7 +566,8 @@ class EngineDriver:
                 self._read_step()
         with self._changes():
             if reread:
-                self._device.drop(self._host)  # there may be no room for caches beside two sets
+                # There may be no room for caches beside two sets of weights.
+                self._device.drop(self._host)
             # An exception before `_host` is assigned leaves the old weights, one after it the new
             # ones.
             weights = replaced(self._host.weights, (params, draft_params), delete)
@@ -634,7 +638,6 @@ class EngineDriver:
     @property
     def _settings(self) -> schedule.Settings:
         """What the schedule keeps to."""
-        # Not None while a thread compiles the programs for larger sizes.
         most_read = self._warm_up.most_read
         return schedule.Settings(
             max_steps_ahead=self.max_steps_ahead,
@@ -715,14 +718,13 @@ class EngineDriver:
         Where a pass may be narrow and drafts do not pay, only those are verified that are forced.
         """
         # A program drafts for all, the host walks each matcher along its request's drafts and makes
-        # a mask for each row, and a second program verifies under the masks. The host waits for the
-        # drafts, so `schedule.plan` has read all steps before: matchers have all tokens.
+        # a mask for each row, and a second program verifies under the masks. The schedule asks for
+        # this only where no step is ahead, so matchers get all tokens of their texts. The passes of
+        # an exact engine are all as wide, whatever its requests may have.
         num_drafts = 0
-        if any(step.max_drafts.values()) or self.engine.exact:  # whose passes are all as wide
+        if any(step.max_drafts.values()) or self.engine.exact:
             num_drafts = self.engine.config.num_speculative_tokens
         ids = self._device.draft(step, num_drafts)  # [S, num_drafts]
-        # The drafts are there by now. Dropping them pays where 0 is the best number, and the pass
-        # is narrow as soon as nobody has a draft.
         choice = self.draft_choice
         is_narrow = choice is not None and choice.may_be_narrow and choice.next() == 0
         if is_narrow:
@@ -829,8 +831,7 @@ class EngineDriver:
         if self._is_whole:
             return
         self._device.drop(self._host)
-        # `queued_first` is a no-op when no slot is taken, so this may be done again. The rows that
-        # free slots kept are lost with the caches.
+        # The rows that free slots kept are lost with the caches.
         self._host = self._host.queued_first(sorted(self._host.slots)).without_kept()
         # Cut short within `_occupy`, some had got a slot and were still among those that wait.
         for request in self._host.returning:

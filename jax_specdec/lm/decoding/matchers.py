@@ -94,10 +94,12 @@ class Matchers:
                     advance_matchers([matching.matcher], [[token]])
                     matching.num_accepted += 1
                 matchers[slot] = matching.matcher
-                one_hot[slot] |= request.options.temperature == 0  # greedy: p is 1 or 0
+                # Of a greedy request p is 1 or 0, whatever q its drafts were drawn from.
+                one_hot[slot] |= request.options.temperature == 0
             except GrammarError as error:
                 failed[slot] = error.reason
-            except ValueError as error:  # it refuses a token that it had allowed
+            except ValueError as error:
+                # It refuses a token that it had allowed.
                 failed[slot] = str(error)
         # What a request says again was allowed: its matcher stands behind it, and drafts nothing.
         known = {
@@ -109,7 +111,7 @@ class Matchers:
         # [S, K]: no drafts of the drafter, and none that may be forced, where tokens are known
         ids = token_ids.copy()
         ids[repeats] = PLACEHOLDER_TOKEN_ID
-        most = [max_drafts.get(i, 0) * (i not in repeats) for i in range(self._num_slots)]
+        limits = [max_drafts.get(i, 0) * (i not in repeats) for i in range(self._num_slots)]
         # What is no error of one matcher, such as too little memory, concerns all that have one.
         with awaiting(request for request in slots.values() if request.matching is not None):
             # Until no matcher fails: each round leaves out one that has, and the others are where
@@ -120,7 +122,7 @@ class Matchers:
                         matchers,
                         ids,
                         vocab_size=self._vocab_size,
-                        max_drafts=most,
+                        max_drafts=limits,
                         one_hot=one_hot,
                     )
                     for slot in repeats:

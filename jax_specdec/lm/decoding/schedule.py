@@ -244,8 +244,8 @@ def plan(engine: Engine, settings: Settings, traffic: Traffic, after: Read | Non
         if settings.prompts_in_steps and traffic.is_plain and traffic.has_budget:
             size = settings.chunk_size
             prompts = next_prompts(engine, traffic, most=size, usual=size)
-            if any(one.num_failures for one in prompts.group.values()):
-                return Read(prompts, left=0)  # if it fails again, that concerns nobody else
+            if any(request.num_failures for request in prompts.group.values()):
+                return Read(prompts, left=0)
             return next_step(engine, settings, traffic, prompts)
     if left > 0 or not traffic.running:
         # While nobody runs, nobody waits for a large call.
@@ -298,12 +298,12 @@ def next_step(
     slots = narrow_slots(engine.num_slots, settings.step_widths, running)
     if any(one.matching is not None for one in running.values()):
         return Masked(running, max_drafts, slots)
-    # Each choice below is a program that `rehearsal` compiles. Where fewer would pay little, a
-    # request gets a program that also serves others.
-    if prompts.group:  # one program is enough for each shape of these
+    # Each choice below is a program that `rehearsal` compiles: one for each shape of prompts.
+    if prompts.group:
         return Step(running, prompts, all_neutral=False, num_drafts=full_budget(engine))
     all_neutral = engine.request_options and all(x.options.is_neutral for x in running.values())
-    all_neutral &= not engine.exact  # one program, whoever is beside a request
+    # An exact engine has one program, whoever is beside a request.
+    all_neutral &= not engine.exact
     if not any(max_drafts.values()):
         # Nobody may have a draft. One program is enough for that, with all options and all slots,
         # unless a budget has the number 0, and so programs for each.
@@ -446,8 +446,7 @@ def _find_place(
         start = min(start, engine.longest_read - engine.prompt_size(left))
     if source is None or start < _LEAST_REUSED:
         return Place(free[0])
-    # In the source's own slot its rows from `start` on are lost; by a copy, all of the slot that is
-    # longest unused. Fewer rows than anybody would begin with are no loss.
+    # Fewer rows than anybody would begin with are no loss.
     others = rows[free[0]].num_rows if free[0] in rows else 0
     most_lost = max(others, _LEAST_REUSED - 1)
     if source in free and rows[source].num_rows - start <= most_lost:
@@ -468,13 +467,13 @@ def _longest_prefix(
     for slot, kept in rows.items():
         # Who shares c tokens begins with c - 1 rows, as `KeptRows` says: of n rows, n + 1 tokens
         # count.
-        most = min(request.length - 1, kept.num_rows + 1)
+        limit = min(request.length - 1, kept.num_rows + 1)
         # What is to be longer than the best has a token in common with it there.
-        if kept.salt != request.options.cache_salt or most <= best + 1:
+        if kept.salt != request.options.cache_salt or limit <= best + 1:
             continue
         if tokens[best + 1] != kept.tokens[best + 1]:
             continue
-        start = common_prefix(tokens, kept.tokens, most) - 1
+        start = common_prefix(tokens, kept.tokens, limit) - 1
         # An exact engine begins with whole chunks.
         start -= start % unit
         if start > best:

@@ -142,10 +142,10 @@ class ChunkCosts(NamedTuple):
         The least, if all take longer. So running requests wait for their next tokens at most 2.1
         times as long as without a prompt (a call, then a step), or 1.5 times (one longer step).
         """
-        most = self.step * (_MOST_WITHIN if self.in_steps else _MOST_BETWEEN)
+        limit = self.step * (_MOST_WITHIN if self.in_steps else _MOST_BETWEEN)
         # `seconds` has an entry for each size: the least one stays where all take longer.
         least = min(self.seconds)
-        return max(size for size, cost in self.seconds.items() if size == least or cost <= most)
+        return max(size for size, cost in self.seconds.items() if size == least or cost <= limit)
 
 
 @dataclasses.dataclass(eq=False)
@@ -265,9 +265,9 @@ class DraftChoice:
     @property
     def _enough(self) -> int:
         """The index of the least number that is enough for every request, or of the largest."""
-        most = max(self.max_drafts, default=self.draft_budget[-1])
+        most_drafts = max(self.max_drafts, default=self.draft_budget[-1])
         # The search leaves out the last number, and so ends at its index where none is enough.
-        return int(np.searchsorted(self.draft_budget[:-1], most))
+        return int(np.searchsorted(self.draft_budget[:-1], most_drafts))
 
     def next(self) -> int:
         """Returns the number of drafts of the next step, and saves up or spends time for trials."""

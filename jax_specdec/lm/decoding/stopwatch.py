@@ -34,12 +34,12 @@ def _occupied(engine: Engine, state: DecodeState) -> DecodeState:
     batch = state.batch
     # No prompt was read: caches hold zeros. All slots run, with texts of half the length, because
     # on some devices attention takes as long as the tokens that are there.
-    most = jnp.full_like(batch.lengths, engine.max_length)  # [S]
+    max_lengths = jnp.full_like(batch.lengths, engine.max_length)  # [S]
     batch = dataclasses.replace(
         batch,
-        lengths=most // 2,
+        lengths=max_lengths // 2,
         done=jnp.zeros_like(batch.done),
-        options=dataclasses.replace(batch.options, max_lengths=most),
+        options=dataclasses.replace(batch.options, max_lengths=max_lengths),
     )
     return dataclasses.replace(state, batch=batch)
 
@@ -104,7 +104,6 @@ def measure_chunks(
             costs.seconds[size] = calls.seconds_of_step(full_budget(engine), size) - costs.step
         else:
             costs.seconds[size] = calls.seconds_of_prompt(size)
-        # This size is too large, so all that come after it are.
         if costs.largest < size:
             break
     return costs
@@ -146,7 +145,6 @@ class _Calls:
     def seconds_of_prompt(self, size: int, num_calls: int = 8) -> float:
         """Returns the seconds of a call of `admit` with one prompt."""
         engine = self._engine
-        # Packed once: all calls read the same prompt into slot 0.
         request = programs.pack(engine, placeholders(1, size, slot=0))
         return self._least(lambda x: programs.admit(engine, *self._weights, x, request), num_calls)
 
@@ -166,7 +164,8 @@ class _Calls:
             jax.block_until_ready(self._state)
             return (time.perf_counter() - begin) / num_calls
 
-        seconds(1)  # compiles
+        # The first call compiles, the second says how long one takes.
+        seconds(1)
         # Fewer calls where they are slow, so that a measurement takes little longer than 0.1 s.
         num_calls = min(num_calls, max(1, int(_LONGEST_TIMING / seconds(1))))
         return min(seconds(num_calls) for _ in range(3))

@@ -98,13 +98,12 @@ class WarmUp:
         )
         if not (behind and self._can_wait):
             return actions, []
-        # Each action with its kind: None for those that any request may need.
         kinds = [served_later(self.engine, action) for action in actions]
         pairs = [*zip(kinds, actions, strict=True)]
-        now = [action for kind, action in pairs if kind is None]
-        later = [(kind, action) for kind, action in pairs if kind is not None]
+        first_actions = [action for kind, action in pairs if kind is None]
+        later_actions = [(kind, action) for kind, action in pairs if kind is not None]
         # What most requests are comes first, until some wait: see `served_now`.
-        return now, sorted(later, key=lambda pair: KINDS.index(pair[0]))
+        return first_actions, sorted(later_actions, key=lambda pair: KINDS.index(pair[0]))
 
     @property
     def _can_wait(self) -> bool:
@@ -131,7 +130,8 @@ class WarmUp:
           host: for whose weights an exact engine is checked.
         """
         calls: list[Callable[[], object]] = []
-        if self.engine.exact:  # if this fails, all else is for nothing
+        # If this fails, all else is for nothing.
+        if self.engine.exact:
             calls.append(functools.partial(self._check_rows, host))
         calls += [functools.partial(rehearse, action) for action in actions]
         # No action has these: a request leaves its slot early, and a text is kept for drafting. The
@@ -143,7 +143,8 @@ class WarmUp:
 
     def _check_rows(self, host: HostState) -> None:
         """Checks that an exact engine's model gives a token the same bits in every row."""
-        self.device.drop(host)  # there may be no room for two caches
+        # There may be no room for two caches.
+        self.device.drop(host)
         params, _ = self.device.weights
         check_rows(self.engine, params, self.engine.num_slots, self.engine.buffer_length)
 
@@ -154,9 +155,9 @@ class WarmUp:
           host: with whose weights they are measured; the device drops its state.
           in_steps: whether prompts are read in steps.
         """
-        self.device.drop(host)  # there may be no room for two states
+        # The measurement makes a state of its own; there may be no room for two.
+        self.device.drop(host)
         params, draft_params = self.device.weights
-        # Of a state of its own, all of whose slots are busy.
         costs = stopwatch.measure_chunks(self.engine, params, draft_params, in_steps=in_steps)
         return costs.largest
 
@@ -186,7 +187,6 @@ class WarmUp:
     @property
     def lacking(self) -> set[str]:
         """Those of `KINDS` for which programs are still to be compiled behind."""
-        # Asked before every action, as the thread may have compiled more.
         behind = self.device.behind
         return set() if behind is None else behind.lacking
 

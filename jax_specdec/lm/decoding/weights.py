@@ -111,8 +111,8 @@ def replaced(held: Weights, given: Weights, delete: bool) -> Weights:
     # What the new weights consist of: the memory of none of these may be deleted with an old array.
     # Two arrays may have one memory: `jax.device_put` to the device where an array is makes another
     # of it.
-    both = zip(given, held, strict=True)
-    staying = jax.tree.leaves([old if new is None else new for new, old in both])
+    pairs = zip(given, held, strict=True)
+    staying = jax.tree.leaves([old if new is None else new for new, old in pairs])
     stays = set[Hashable]().union(*map(_memory, staying if delete else []))
 
     # Array by array: the room of an old one is free before the new one is copied there.
