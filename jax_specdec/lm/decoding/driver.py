@@ -182,8 +182,7 @@ class EngineDriver:
         check_params("draft_params", engine.drafter, draft_params)
         check_are_there("params", params)
         check_are_there("draft_params", draft_params)
-        # Copied to the device once, not with every call, where they are arrays of the host. Waits
-        # until they are there: from then on the caller may change these arrays.
+        # Copied once, not with every call, and waited for: the caller may then change the arrays.
         placed = on_all_devices((params, draft_params), engine.model)
         weights = jax.block_until_ready(jax.tree.map(put, placed))
         self.engine = engine
@@ -203,9 +202,8 @@ class EngineDriver:
             check_choice("chunk_size", self.chunk_size, engine.chunk_sizes)
             if self.chunk_size < engine.max_length:
                 inputs.check_reads_chunks(engine.drafter, "chunk_size", self.chunk_size)
-        # `warm_up` measures only where there is something to choose: several sizes, a limit of
-        # calls between steps, and a drafter that can read a prompt in chunks of any of them. With
-        # one slot nobody runs while another prompt is read.
+        # `warm_up` measures only where there are several sizes, others who would wait for a large
+        # one, and a drafter that reads chunks.
         self._chooses_chunk_size = (
             chunk_size is None
             and max_prefills is not None
@@ -226,22 +224,19 @@ class EngineDriver:
             engine.num_slots, engine.draft_budget, step_costs, draft_rates
         )
         if self.draft_choice is not None and 0 in self.draft_choice.draft_budget:
-            # On a CPU a step in which nobody has a draft runs a pass over one row of each request:
-            # see `core._run_as_wide_as_needed`. An exact engine has no such pass.
+            # On CPUs `core._run_as_wide_as_needed` runs one row of each request where nobody has a
+            # draft.
             is_cpu = jax.default_backend() == "cpu" and not engine.exact
             self.draft_choice.may_be_narrow = is_cpu and engine.drafter.serves.may_abstain
-        # All that is known of requests that have had a slot. Each change makes a new record, and
-        # one assignment puts it here, so an interrupt finds the old one or the new one. From it
-        # `_settle` can build anew what is on the device, which an exception drops.
+        # What is known of requests that have had a slot. One assignment replaces it, so an
+        # interrupt finds it before a change or after it; `_settle` builds the rest from it.
         self._host = HostState(weights, counters, draft_rates, ServingStats(engine.num_slots))
-        # By id, those that wait for their first slot, in the order in which they came.
-        self._waiting: dict[int, ServedRequest] = {}
+        self._waiting: dict[int, ServedRequest] = {}  # for their first slot
         self._num_submitted = 0
         self._matchers = Matchers(engine.num_slots, engine.model.vocab_size)
         self._device = DeviceState(engine, self._host)
         self._warm_up = WarmUp(engine, self._device)
-        # False while something changes, and after an exception.
-        self._is_whole = True
+        self._is_whole = True  # False while something changes, and after an exception
 
     def _new_counts(self) -> tuple[AcceptanceCounters, DraftRates | None]:
         """Returns counters and rates that have seen nothing."""
@@ -270,7 +265,6 @@ class EngineDriver:
         """
         self._settle()
         try:
-            # A state that was dropped is made here, for no request: a failure concerns nobody.
             return self._device.state([])
         except FailedCall as failed:
             raise failed.error from None
@@ -332,12 +326,9 @@ class EngineDriver:
         require(is_function, "on_progress", "be a function", on_progress, error=TypeError)
         must = "be 0 before warm_up"
         require(not self.num_running, "num_running", must, self.num_running, error=RuntimeError)
-        actions, later_actions = self._warm_up.actions(
-            self._settings, grammars=grammars, behind=behind
-        )
+        actions, later = self._warm_up.actions(self._settings, grammars=grammars, behind=behind)
         calls = self._warm_up.calls(actions, self._rehearse, self._host)
-        # Measured last, when the programs that are measured are compiled.
-        if self._chooses_chunk_size and later_actions:
+        if self._chooses_chunk_size and later:
             # Nothing is measured: programs for larger sizes come later, so the least stays.
             self.chunk_size = self.engine.chunk_sizes[0]
             self._chooses_chunk_size = False
@@ -354,13 +345,12 @@ class EngineDriver:
             # There is no state now, so there is room for that of the measurement.
             if self.draft_choice is not None and self.draft_choice.costs is None:
                 self.draft_choice.costs = self._warm_up.measure_steps()
-            # Made now: the first request need not wait for it, and programs for later are compiled
-            # for arrays like these.
+            # The first request need not wait for it, and `compile_later` takes its shapes.
             state = self._device.state([])
         except FailedCall as failed:
             raise failed.error from None
-        if later_actions:
-            self._warm_up.compile_later(later_actions, self._host, state)
+        if later:
+            self._warm_up.compile_later(later, self._host, state)
 
     def _rehearse(self, action: Action) -> None:
         """Carries out an action for nobody, and reads the step if it is one."""
@@ -406,7 +396,6 @@ class EngineDriver:
           RuntimeError: `max_queue` requests wait already; preempted ones do not count.
         """
         check_matchers([matcher])
-        # A list of the driver's own: the new tokens are written behind the prompt.
         token_ids = inputs.token_list("prompt", prompt, self.engine.model.vocab_size)
         (full_options,) = options_per_request(options, 1, fields)
         sizes = len(token_ids), check_int("max_new_tokens", full_options.max_new_tokens, 1)
@@ -430,8 +419,7 @@ class EngineDriver:
             timing=Timing(submitted=time.perf_counter()),
             replay=Replay(begin=len(token_ids)) if self.engine.exact else None,
         )
-        # The number first: an interrupt between the two lines leaves out an id, where the other
-        # order would give it to two requests. The second line submits the request.
+        # The number first: no two requests may have one id. The second line submits the request.
         self._num_submitted = request.request_id + 1
         self._waiting[request.request_id] = request
         return request.request_id
@@ -459,7 +447,6 @@ class EngineDriver:
     def _end(self, request_id: int, reason: str) -> bool:
         """Ends a request for one of `END_REASONS`; see `cancel`."""
         with self._changes():
-            # A request that has had no slot is in `_waiting` alone.
             if self._waiting.pop(request_id, None) is not None:
                 self._host = self._host.after_ends([reason])
                 return True
@@ -469,9 +456,8 @@ class EngineDriver:
             is_known = bool(begun) or any(one.request_id == request_id for one in host.updates)
             # One assignment: what fails or is interrupted after it does not bring the request back.
             self._host = host.without(request_id).after_ends([reason] * is_known)
-            # The device is told last. Steps ahead still have rows for the request: what they emit
-            # for it is dropped when they are read, because its slot is empty then, or has another
-            # id.
+            # The device is told last. What steps ahead emit for the request is dropped when they
+            # are read: by then its slot is empty, or has another id.
             slot = host.slot_of(request_id)
             if slot is not None:
                 self._empty(slot)
@@ -559,24 +545,19 @@ class EngineDriver:
             check_replaces("params", self.engine.model, params, old_params)
         if draft_params is not None:
             check_replaces("draft_params", self.engine.drafter, draft_params, old_draft_params)
-        # Two blocks: a failed call among the steps ahead is contained by the first. The requests it
-        # had are then in the queue, and the second changes the weights all the same.
+        # Two blocks: a failed call among the steps ahead does not keep the second from its work.
         with self._changes():
             while self._device.ahead:
                 self._read_step()
         with self._changes():
             if reread:
-                # There may be no room for caches beside two sets of weights.
-                self._device.drop(self._host)
-            # An exception before `_host` is assigned leaves the old weights, one after it the new
-            # ones.
+                self._device.drop(self._host)  # there may be no room for caches beside two sets
             weights = replaced(self._host.weights, (params, draft_params), delete)
             host = self._host.with_weights(weights, *self._new_counts())
             if reread:
                 host = host.queued_first(sorted(host.slots))
             self._host = host  # now it has happened
             if reread:
-                # Again: the first time the device took the weights of the old host.
                 self._device.drop(host)
             else:
                 self._device.go_on(host)
@@ -595,17 +576,13 @@ class EngineDriver:
         """
         with self._changes():
             # Until the schedule says `Wait`: then at most `max_steps_ahead` steps are under way,
-            # and one more, the oldest, which is read below. So the device has work while the host
-            # reads.
+            # and the oldest, which is read below. So the device has work while the host reads.
             while self._dispatch_step():
                 pass
-            # Updates that are there already, as after a `preempt`, are delivered first.
             if self._device.ahead and not self._host.updates:
                 self._read_step()
         host = self._host
-        # All who wait need programs that a thread still compiles, and nobody runs: callers call
-        # `step` again at once, so without a pause they would do nothing else until a program is
-        # there.
+        # A thread still compiles what all who wait need, and nobody runs: let it.
         if self._warm_up.lacking and self._waiting and not (host.updates or host.slots):
             time.sleep(_PAUSE)
         try:
@@ -665,7 +642,6 @@ class EngineDriver:
     def _dispatch_step(self) -> bool:
         """Reads prompts and dispatches a step, if one more is wanted; returns whether it did."""
         action = self._admit_queued()
-        # With `prompts_in_steps`, requests get their slots by the step that reads their prompts.
         if isinstance(action, Step) and action.prompts.group:
             self._occupy(action.prompts.group)
         self._carry_out(action)
@@ -675,8 +651,7 @@ class EngineDriver:
         """Reads prompts between steps, if there are any; returns what is to be done then."""
         action = self._plan(after=None)
         while isinstance(action, Read):
-            # Into their slots before the call: if it fails, `after_failed_call` finds them there,
-            # and `_settle` puts them first in the queue.
+            # First, so that a failed call finds them in slots: see `after_failed_call`.
             self._occupy(action.prompts.group)
             self._carry_out(action)
             action = self._plan(after=action)
@@ -687,14 +662,12 @@ class EngineDriver:
         match action:
             case Read(prompts):
                 self._device.read(prompts)
-                # A further chunk ends a row of failed calls. A `Step` needs no such note: it reads
-                # no prompt of a request whose calls have failed.
+                # A `Step` reads no prompt of a request whose calls have failed.
                 if prompts.is_chunk:
                     for slot, end in zip(prompts.group, prompts.end, strict=True):
                         self._host = self._host.after_chunk(slot, end)
             case Step(num_drafts=num_drafts):
-                # The action leaves the number open (`num_drafts` is None): it is chosen here,
-                # before anything is drafted, by the steps that were read.
+                # Chosen before anything is drafted, by the steps that were read.
                 if action.max_drafts and self.draft_choice is not None:
                     self.draft_choice.max_drafts = action.max_drafts
                     num_drafts = self.draft_choice.next()
@@ -706,8 +679,7 @@ class EngineDriver:
         """Puts requests into slots, from now on."""
         now = time.perf_counter()
         occupants = {slot: request.in_slot(now) for slot, request in group.items()}
-        # In this order: an interrupt in between leaves requests in both places, and `_settle` takes
-        # them out of `_waiting`. The other order would lose them.
+        # An interrupt in between leaves them in both places, which `_settle` puts right.
         self._host = self._host.with_new(occupants)
         for request in occupants.values():
             self._waiting.pop(request.request_id, None)
@@ -719,27 +691,23 @@ class EngineDriver:
         """
         # A program drafts for all, the host walks each matcher along its request's drafts and makes
         # a mask for each row, and a second program verifies under the masks. The schedule asks for
-        # this only where no step is ahead, so matchers get all tokens of their texts. The passes of
-        # an exact engine are all as wide, whatever its requests may have.
+        # this only where no step is ahead, so matchers get all tokens of their texts.
         num_drafts = 0
-        if any(step.max_drafts.values()) or self.engine.exact:
+        if any(step.max_drafts.values()) or self.engine.exact:  # whose passes are all as wide
             num_drafts = self.engine.config.num_speculative_tokens
         ids = self._device.draft(step, num_drafts)  # [S, num_drafts]
         choice = self.draft_choice
         is_narrow = choice is not None and choice.may_be_narrow and choice.next() == 0
         if is_narrow:
             ids = np.full_like(ids, PLACEHOLDER_TOKEN_ID)
-            # What the step is noted with: `DraftChoice.learn` does not count it.
             num_drafts = 0
         # Without a store no draft has a distribution: all are verified one-hot, forced or not.
         has_store = self._device.state(step.running.values()).store is not None
         drafts, failed = self._matchers.forced_drafts(step.running, ids, step.max_drafts, has_store)
         if is_narrow:
-            # Rates are learned of requests that are not forced, and count a dropped draft as
-            # refused.
+            # Rates would count a dropped draft as refused; they are learned of none that is forced.
             drafts = drafts._replace(is_forced=np.ones_like(drafts.is_forced))
-        # A request whose matcher has failed has rows in this pass, with masks that allow
-        # everything. It is left out of the step's `request_ids`, so what they emit is not read.
+        # A request whose matcher has failed has rows in this pass, which nobody reads.
         going_on = {slot: request for slot, request in step.running.items() if slot not in failed}
         self._device.verify(step, drafts, going_on, num_drafts)
         for slot, reason in failed.items():
@@ -755,7 +723,6 @@ class EngineDriver:
         with awaiting(self._traffic.running.values()):
             numbers, logprobs, rates = jax.device_get(step.result.for_host)
         now = time.perf_counter()
-        # A new record: `self._host` is as before the step until it is assigned below.
         host = self._host.after_step(
             step,
             numbers.tolist(),
@@ -764,21 +731,18 @@ class EngineDriver:
             waited=now - begin,
             num_ahead=len(self._device.ahead) - 1,
         )
-        # Those of this step: before them are others that were not delivered yet.
         updates = host.updates[len(self._host.updates) :]
         if self.draft_choice is not None and updates:
             has_drafts = any(update.num_proposed for update in updates)
             self.draft_choice.learn(rates, step.num_drafts, has_drafts)
-        # Texts of requests that have ended. The new record has none of these, so they are put
-        # together from the request as it was, and from what the step has added.
+        # The new record has no requests that have ended: their texts are put together here.
         by_id = {request.request_id: request for request in self._host.slots.values()}
         ended = [
             by_id[update.request_id].new_token_ids + update.token_ids
             for update in updates
             if update.finish_reason is not None
         ]
-        # An interrupt between these two lines does not read the step twice: `_settle` drops
-        # `ahead`.
+        # Cut short between these two, the step is not read twice: `_settle` drops `ahead`.
         self._host = host
         del self._device.ahead[0]
         self._remember(ended)
@@ -787,8 +751,8 @@ class EngineDriver:
         """Lets a drafter with a history search what requests have generated."""
         if self.engine.drafter.serves.has_history:
             self._device.remember(texts)
-            # The history is among the weights. Dropping the device's state takes those of the host,
-            # so they are noted here, or the texts would be forgotten by the next exception.
+            # The history is among the weights. Without this, the next `drop` would forget the
+            # texts.
             self._host = self._host._replace(weights=self._device.weights)
 
     def _empty(self, slot: int) -> None:
@@ -814,8 +778,7 @@ class EngineDriver:
                 failed.request_ids, error=str(failed), max_retries=self.max_retries
             )
             self._settle()
-        # All whom the steps ahead have rows for have ended or were cancelled: there is nothing to
-        # read.
+        # All for whom the steps ahead have rows have ended, or were cancelled.
         if not self._host.slots:
             self._device.ahead.clear()
         self._is_whole = True
@@ -831,7 +794,6 @@ class EngineDriver:
         if self._is_whole:
             return
         self._device.drop(self._host)
-        # The rows that free slots kept are lost with the caches.
         self._host = self._host.queued_first(sorted(self._host.slots)).without_kept()
         # Cut short within `_occupy`, some had got a slot and were still among those that wait.
         for request in self._host.returning:
