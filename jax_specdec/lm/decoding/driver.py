@@ -662,7 +662,8 @@ class EngineDriver:
         match action:
             case Read(prompts):
                 self._device.read(prompts)
-                # A `Step` reads no prompt of a request whose calls have failed.
+                # A further chunk ends a row of failures; no `Step` reads for a request that has
+                # some.
                 if prompts.is_chunk:
                     for slot, end in zip(prompts.group, prompts.end, strict=True):
                         self._host = self._host.after_chunk(slot, end)
@@ -679,7 +680,7 @@ class EngineDriver:
         """Puts requests into slots, from now on."""
         now = time.perf_counter()
         occupants = {slot: request.in_slot(now) for slot, request in group.items()}
-        # An interrupt in between leaves them in both places, which `_settle` puts right.
+        # Cut short after this line, requests are in both places, which `_settle` puts right.
         self._host = self._host.with_new(occupants)
         for request in occupants.values():
             self._waiting.pop(request.request_id, None)
@@ -751,8 +752,7 @@ class EngineDriver:
         """Lets a drafter with a history search what requests have generated."""
         if self.engine.drafter.serves.has_history:
             self._device.remember(texts)
-            # The history is among the weights. Without this, the next `drop` would forget the
-            # texts.
+            # The history is among the weights: else the next `drop` would forget the texts.
             self._host = self._host._replace(weights=self._device.weights)
 
     def _empty(self, slot: int) -> None:
