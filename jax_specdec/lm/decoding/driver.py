@@ -582,9 +582,8 @@ class EngineDriver:
             if self._device.ahead and not self._host.updates:
                 self._read_step()
         host = self._host
-        # A thread still compiles what all who wait need, and nobody runs: let it.
         if self._warm_up.lacking and self._waiting and not (host.updates or host.slots):
-            time.sleep(_PAUSE)
+            time.sleep(_PAUSE)  # until a program is compiled
         try:
             # Delivered once: if this is cut short, the caller gets no list, and the updates stay.
             reasons = [update.finish_reason for update in host.updates]

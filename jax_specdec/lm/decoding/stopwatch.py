@@ -32,8 +32,8 @@ _LONGEST_TIMING = 0.1
 def _occupied(engine: Engine, state: DecodeState) -> DecodeState:
     """Returns a state with all slots busy, with sequences of half the length."""
     batch = state.batch
-    # No prompt was read: caches hold zeros. All slots run, with texts of half the length, because
-    # on some devices attention takes as long as the tokens that are there.
+    # All slots run, with texts of half the length, because on some devices attention takes as long
+    # as the tokens that are there.
     max_lengths = jnp.full_like(batch.lengths, engine.max_length)  # [S]
     batch = dataclasses.replace(
         batch,
@@ -122,8 +122,7 @@ class _Calls:
     ) -> float:
         """Returns the seconds of a step that also reads a prompt, or none if `prompt_size` is 0."""
         engine = self._engine
-        # Programs that the driver has, by `schedule.next_step`: of steps without prompts the one
-        # that most requests get.
+        # As `schedule.next_step` has it for requests that ask for no options, exact engines aside.
         all_neutral = engine.request_options and not prompt_size
         requests = None
         if prompt_size:
