@@ -1,4 +1,12 @@
-"""Records of what the host of an engine knows: requests, steps and updates."""
+"""Records of what the host of an engine knows: requests, steps and updates.
+
+Nothing here calls a program. A `ServedRequest` is a request between two steps; `HostState` holds
+all that have had a slot, with the updates that are still to be delivered. Both are tuples: what
+happens makes new ones, and `EngineDriver` puts the new `HostState` in place by one assignment, so
+that an interrupt finds the state before a step or after it. Tokens arrive in `after_step`: of the
+numbers of a `StepAhead`, which `device.DeviceState` has dispatched, it makes longer requests and a
+`RequestUpdate` for each.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +118,7 @@ class ServedRequest(NamedTuple):
     options: RequestOptions
     matching: Matching | None = None
     timing: Timing = Timing()
-    num_read: int = 0  # the most tokens of its prompt that were read in chunks
+    num_read: int = 0  # tokens of its prompt read in chunks, at most, since a call of it failed
     num_failures: int = 0  # failed calls in a row, without a new token or a further chunk
     replay: Replay | None = None  # None: read again, it generates nothing again
     num_rows: int = 0  # of `rows`
@@ -154,6 +162,8 @@ class ServedRequest(NamedTuple):
 
     def in_slot(self, now: float) -> ServedRequest:
         """Returns the request in a slot, from now on if it is the first."""
+        # One that comes back keeps the time of its first slot, at which the wait after `submit`
+        # ended.
         admitted = self.timing.admitted or now
         return self._replace(timing=self.timing._replace(admitted=admitted))
 
@@ -171,22 +181,31 @@ class ServedRequest(NamedTuple):
         """
         request = self.with_rows(self.length)
         end = self.length + len(new)
-        if end <= self.num_known:  # they were there before, and have been delivered
+        # Of an exact engine: the same tokens as before, so the list has them, and they were
+        # delivered.
+        if end <= self.num_known:
             return request._replace(length=end)
+        # The list is shared with the request as it was, and changed behind that one's `length`. So
+        # the old record means the same as before, also where an interrupt drops the new one.
         self.tokens[self.length :] = new
         timing = self.timing._replace(last_read=read)
         return request._replace(length=end, timing=timing, num_failures=0)
 
     def left(self) -> ServedRequest:
         """Returns the request after it has left its slot, to be read again from its tokens."""
+        # All of its tokens are read again, as if they were its prompt.
         if self.replay is None:
             return self
+        # Of an exact engine, only those that were its prompt are read: the others are generated
+        # again, by the programs that made them first, so that their rows have the same bits. It may
+        # leave before it has come to where it was when it left last.
         num_known = max(self.length, self.num_known)
         replay = self.replay._replace(num_known=num_known)
         return self._replace(length=replay.begin, replay=replay)
 
     def under_new_weights(self) -> ServedRequest:
         """Returns the request whose tokens so far are never generated again, but read."""
+        # Also what it was about to generate again: other weights would say something else.
         length = max(self.length, self.num_known)
         replay = None if self.replay is None else Replay(begin=length)
         return self._replace(length=length, replay=replay)
@@ -210,20 +229,25 @@ class ServedRequest(NamedTuple):
           now: when the step was read.
           weights_version: of the weights that made the step.
         """
+        # [K + 6]: the columns of `StepResult.numbers`; of the first K + 1, only `count` are tokens
         *tokens, count, proposed, accepted, done, status = numbers
-        own = None if logprobs is None else logprobs.of(slot, count)
+        request_logprobs = None if logprobs is None else logprobs.of(slot, count)
         new = tokens[:count]
         reason: FinishReason | None = None
         if done:
+            # The device has cut the tokens after a stop token, so that one can only be the last.
             stopped = bool(new) and new[-1] in self.options.stop_token_ids
             reason = "stop" if stopped else "length"
             if status != Status.OK:
                 reason = "failed"
         after = self.with_tokens(new, now)
+        # Tokens that it generates again were delivered when they came first. A step never has some
+        # of these and new ones: the device ends it where the known text ends (`Batch.most_new`).
         if reason is None and self.length < self.num_known:
             return after, None
+        # A row of logits held NaN, say, and its caches may hold some, too: nobody begins with them.
         if status != Status.OK:
-            after = after._replace(num_rows=0)  # nobody begins with what it left
+            after = after._replace(num_rows=0)
         return after, RequestUpdate(
             request_id=self.request_id,
             token_ids=new,
@@ -231,7 +255,7 @@ class ServedRequest(NamedTuple):
             status=_STATUSES[status],
             num_proposed=proposed,
             num_accepted=accepted,
-            logprobs=own,
+            logprobs=request_logprobs,
             num_reused=self.num_reused if self.timing.last_read is None else 0,
             weights_version=weights_version,
         )
@@ -277,7 +301,7 @@ class HostState(NamedTuple):
     counters: AcceptanceCounters  # of the steps that were read; on the device
     draft_rates: DraftRates | None  # of these; None without a draft budget
     stats: ServingStats  # of these
-    slots: Mapping[int, ServedRequest] = {}  # those that run
+    slots: Mapping[int, ServedRequest] = {}  # those in slots, also while their prompts are read
     returning: tuple[ServedRequest, ...] = ()  # those that ran and wait for a slot, before others
     updates: tuple[RequestUpdate, ...] = ()  # that have not been delivered
     kept: Mapping[int, KeptRows] = {}  # of free slots, those that are longest unused first
@@ -295,12 +319,15 @@ class HostState(NamedTuple):
         """Returns the state after some left their slots, and are first in the queue, in order."""
         slots = dict(self.slots)
         left = {slot: slots.pop(slot) for slot in leaving}
-        first = [one.left() for one in left.values()]
+        first = [request.left() for request in left.values()]
         returning = (*first, *self.returning)
+        # The slots are free, and keep their rows: who comes back soon begins with its own.
         return self._replace(slots=slots, returning=returning, kept=self._kept_after(left))
 
     def _kept_after(self, left: Mapping[int, ServedRequest]) -> dict[int, KeptRows]:
         """Returns what free slots keep, after requests have left theirs."""
+        # A dict keeps its order: those that are longest unused come first, those that are left now
+        # last.
         before = {slot: rows for slot, rows in self.kept.items() if slot not in left}
         return before | {slot: one.rows for slot, one in left.items() if one.num_rows}
 
@@ -319,6 +346,7 @@ class HostState(NamedTuple):
         draft_rates: DraftRates | None,
     ) -> HostState:
         """Returns the state under other weights, with counters and rates that begin anew."""
+        # Rows of the old weights are in all slots: nobody begins with them.
         host = self.without_kept()
         return host._replace(
             weights=weights,
@@ -331,13 +359,16 @@ class HostState(NamedTuple):
 
     def with_new(self, group: Mapping[int, ServedRequest]) -> HostState:
         """Returns the state after requests got slots, or were changed in theirs."""
-        ids = {one.request_id for one in group.values()}
+        # They may come from `returning`, from the driver's requests that wait, or be there already.
+        # What their slots kept for others is overwritten.
+        ids = {request.request_id for request in group.values()}
         returning = tuple(one for one in self.returning if one.request_id not in ids)
         kept = {slot: rows for slot, rows in self.kept.items() if slot not in group}
         return self._replace(slots={**self.slots, **group}, returning=returning, kept=kept)
 
     def after_chunk(self, slot: int, num_read: int) -> HostState:
         """Returns the state after a chunk was read: a further one is as good as a new token."""
+        # Noted only while calls of it fail. What is read again after a failure is no progress.
         request = self.slots[slot]
         if not request.num_failures or num_read <= request.num_read:
             return self
@@ -364,13 +395,15 @@ class HostState(NamedTuple):
           num_ahead: the steps that are still ahead.
         """
         slots = dict(self.slots)
-        left = {}
+        left = {}  # by slot, those that end
         updates = []
         grown = []  # requests as they were, and how many tokens they got
         for slot, request_id in sorted(step.request_ids.items()):
+            # The step was dispatched before the host knew what earlier steps had done: the slot may
+            # be empty by now, or have another request, for which this step has emitted nothing.
             request = slots.get(slot)
             if request is None or request.request_id != request_id:
-                continue  # it ended in an earlier step, or was cancelled
+                continue
             slots[slot], update = request.after(
                 slot, rows[slot], logprobs, now, self.stats.weights_version
             )
@@ -380,18 +413,21 @@ class HostState(NamedTuple):
                 left[slot] = slots.pop(slot)
             updates.append(update)
             grown.append((request, len(update.token_ids)))
-        times = [(one.timing, n) for one, n in grown]
-        new = [one for one, _ in grown if one.timing.last_read is None]
+        # Times are those before the step. Without a `last_read` it was the first of its request:
+        # its tokens came after the wait from `submit` on, all others after the step before.
+        times = [(request.timing, n) for request, n in grown]
+        new = [request for request, _ in grown if request.timing.last_read is None]
         stats = self.stats.after_step(
             num_busy=len(step.request_ids),
             num_ahead=num_ahead,
             waited=waited,
-            prompt_tokens=sum(one.prompt_length for one in new),
-            reused_tokens=sum(one.num_reused for one in new),
-            queued=[one.timing.admitted - one.timing.submitted for one in new],
+            prompt_tokens=sum(request.prompt_length for request in new),
+            reused_tokens=sum(request.num_reused for request in new),
+            queued=[request.timing.admitted - request.timing.submitted for request in new],
             first=[(now - one.submitted, 1) for one, n in times if n and one.last_read is None],
             between=[((now - one.last_read) / n, n) for one, n in times if n and one.last_read],
         )
+        # Counters stay on the device until somebody asks for `stats`.
         return self._replace(
             counters=step.result.counters,
             draft_rates=step.result.draft_rates,
@@ -413,6 +449,8 @@ class HostState(NamedTuple):
         self, request_ids: Container[int], error: str, max_retries: int
     ) -> HostState:
         """Returns the state after a failed call: updates for its requests, and some end by it."""
+        # The driver then puts all who are left in slots into the queue: see
+        # `EngineDriver._changes`.
         slots = dict(self.slots)
         updates = [*self.updates]
         for slot, request in sorted(slots.items()):
@@ -434,6 +472,8 @@ class HostState(NamedTuple):
 
     def without(self, request_id: int) -> HostState:
         """Returns the state that knows nothing of a request."""
+        # It is in a slot, or among those that return, or in neither; and may have updates beside
+        # that.
         left = {i: one for i, one in self.slots.items() if one.request_id == request_id}
         return self._replace(
             slots={i: one for i, one in self.slots.items() if i not in left},

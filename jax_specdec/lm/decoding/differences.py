@@ -1,4 +1,10 @@
-"""Differences of greedy texts from those of plain decoding, and how close the decisions were."""
+"""Differences of greedy texts from those of plain decoding, and how close the decisions were.
+
+Speculative decoding of a greedy request gives the text of plain decoding, near ties aside: a pass
+over K + 1 tokens rounds sums otherwise than a pass over one. `greedy_differences` says of each text
+of `generate` that differs from one of `generate_plain` whether that was such a tie.
+`jax-specdec bench` prints it; nothing that serves calls it.
+"""
 
 from __future__ import annotations
 
@@ -88,18 +94,19 @@ def greedy_differences(
     check_type("output", output, GenerateOutput)
     check_type("plain", plain, GenerateOutput)
     prompts = inputs.token_lists(prompts, model.vocab_size)
-    for name, one in (("output", output), ("plain", plain)):
+    for name, texts in (("output", output), ("plain", plain)):
         must = f"have a text for each of {len(prompts)} prompts"
-        fits = len(one.completions) == len(prompts)
-        require(fits, f"{name}.completions", must, one.completions)
-    found = []
-    asked = options_per_request(options, len(prompts), {})
+        fits = len(texts.completions) == len(prompts)
+        require(fits, f"{name}.completions", must, texts.completions)
+    differences = []
+    request_options = options_per_request(options, len(prompts), {})
     pairs = zip(output.completions, plain.completions, strict=True)
     for b, (ours, theirs) in enumerate(pairs):
         if ours == theirs:
             continue
         # a text that ended first has None where the other goes on
         both = itertools.zip_longest(ours, theirs)
+        # What comes after the first difference says nothing: the texts are then two texts.
         index, (token_id, plain_token_id) = next(
             (i, pair) for i, pair in enumerate(both) if pair[0] != pair[1]
         )
@@ -109,24 +116,27 @@ def greedy_differences(
         rows = Rows(sequence, jnp.zeros((1,), jnp.int32))
         ((logits, _),), _ = apply_groups(model, params, [rows], cache)
         # [1, T, V] -> [V]
-        row = _processed(logits[:, -1], asked[b], sequence, len(prompts[b]))
+        row = _processed(logits[:, -1], request_options[b], sequence, len(prompts[b]))
+        # Those of the two best tokens, which are those of the two texts where it was a tie.
         second, best = np.sort(row)[-2:]
         gap = float(best - second)
-        found.append(GreedyDifference(b, index, token_id, plain_token_id, gap))
-    return found
+        differences.append(GreedyDifference(b, index, token_id, plain_token_id, gap))
+    return differences
 
 
 def _processed(
     logits: jax.Array, options: RequestOptions, sequence: jax.Array, prompt_length: int
 ) -> np.ndarray:
     """Returns the row ``[V]`` that a greedy token is the argmax of, from ``logits [1, V]``."""
+    # A batch of this one request, as it was before the token: penalties and other processors read
+    # the sequence, and where its output begins. The key is not used, for nothing is drawn.
     vocab_size = logits.shape[1]
     batch = Batch(
         token_ids=sequence,
         lengths=jnp.array([sequence.shape[1]], jnp.int32),
         done=jnp.zeros((1,), bool),
         status=jnp.zeros((1,), jnp.int32),
-        keys=jax.random.split(jax.random.key(0), 1),  # nothing is drawn
+        keys=jax.random.split(jax.random.key(0), 1),
         options=BatchOptions.create([options], [prompt_length], vocab_size),
     )
     rows = batch.with_processors(vocab_size).context(PLAIN).processed(logits)

@@ -1,4 +1,16 @@
-"""The host loop around an engine: a queue, slots, steps ahead, interrupts and failed calls."""
+"""The host loop around an engine: a queue, slots, steps ahead, interrupts and failed calls.
+
+`submit` puts a request into `_waiting`. From there on `step` does all of the following:
+
+1. `_plan` asks `schedule.plan`, a function of `_settings` and `_traffic`, what is to be done next.
+2. `_occupy` moves requests whose prompts are read now to slots of `_host`.
+3. `_carry_out` has `_device` (`device.DeviceState`) call the programs, without waiting for them. A
+   step that was dispatched is in `_device.ahead`.
+4. `_read_step` waits for the oldest of these. `_host.after_step` (`bookkeeping.HostState`) makes of
+   its numbers longer requests and `RequestUpdate`s, which `step` returns.
+
+What happens where one of these raises, or is interrupted, stands at `_changes` and `_settle`.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +182,7 @@ class EngineDriver:
         check_params("draft_params", engine.drafter, draft_params)
         check_are_there("params", params)
         check_are_there("draft_params", draft_params)
-        # Copied to the device once, not with every call, where they are arrays of the host.
+        # Copied once, not with every call, and waited for: the caller may then change the arrays.
         placed = on_all_devices((params, draft_params), engine.model)
         weights = jax.block_until_ready(jax.tree.map(put, placed))
         self.engine = engine
@@ -190,6 +202,8 @@ class EngineDriver:
             check_choice("chunk_size", self.chunk_size, engine.chunk_sizes)
             if self.chunk_size < engine.max_length:
                 inputs.check_reads_chunks(engine.drafter, "chunk_size", self.chunk_size)
+        # `warm_up` measures only where there are several sizes, others who would wait for a large
+        # one, and a drafter that reads chunks.
         self._chooses_chunk_size = (
             chunk_size is None
             and max_prefills is not None
@@ -199,9 +213,9 @@ class EngineDriver:
         self.max_retries = check_int("max_retries", max_retries, 0)
         self.step_widths = schedule.default_widths(jax.default_backend(), engine.num_slots)
         if step_widths is not None:
-            most = engine.num_slots - 1
+            widest = engine.num_slots - 1
             is_empty = isinstance(step_widths, Sequence) and not step_widths
-            widths = () if is_empty else check_increasing("step_widths", step_widths, 1, most)
+            widths = () if is_empty else check_increasing("step_widths", step_widths, 1, widest)
             self.step_widths = widths
         if engine.exact:
             self.step_widths = ()
@@ -210,14 +224,17 @@ class EngineDriver:
             engine.num_slots, engine.draft_budget, step_costs, draft_rates
         )
         if self.draft_choice is not None and 0 in self.draft_choice.draft_budget:
+            # On CPUs `core._run_as_wide_as_needed` runs one row of each request where nobody has a
+            # draft.
             is_cpu = jax.default_backend() == "cpu" and not engine.exact
             self.draft_choice.may_be_narrow = is_cpu and engine.drafter.serves.may_abstain
-        # The truth; `_settle` says what an exception does to it.
+        # What is known of requests that have had a slot. One assignment replaces it, so an
+        # interrupt finds it before a change or after it; `_settle` builds the rest from it.
         self._host = HostState(weights, counters, draft_rates, ServingStats(engine.num_slots))
         self._waiting: dict[int, ServedRequest] = {}  # for their first slot
         self._num_submitted = 0
         self._matchers = Matchers(engine.num_slots, engine.model.vocab_size)
-        self._device = DeviceState(engine, self._host)  # dropped by an exception
+        self._device = DeviceState(engine, self._host)
         self._warm_up = WarmUp(engine, self._device)
         self._is_whole = True  # False while something changes, and after an exception
 
@@ -309,15 +326,17 @@ class EngineDriver:
         require(is_function, "on_progress", "be a function", on_progress, error=TypeError)
         must = "be 0 before warm_up"
         require(not self.num_running, "num_running", must, self.num_running, error=RuntimeError)
-        now, later = self._warm_up.actions(self._settings, grammars=grammars, behind=behind)
-        calls = self._warm_up.calls(now, self._rehearse, self._host)
+        actions, later = self._warm_up.actions(self._settings, grammars=grammars, behind=behind)
+        calls = self._warm_up.calls(actions, self._rehearse, self._host)
         if self._chooses_chunk_size and later:
             # Nothing is measured: programs for larger sizes come later, so the least stays.
             self.chunk_size = self.engine.chunk_sizes[0]
             self._chooses_chunk_size = False
         elif self._chooses_chunk_size:
             calls.append(self._choose_chunk_size)
-        self._is_whole = False  # what the calls leave behind is dropped by the last one
+        # The calls write to the state of the device. `_settle`, which comes last and is no program,
+        # drops it. If one of these raises, the next method that calls `_settle` does.
+        self._is_whole = False
         try:
             for done, call in enumerate([*calls, self._settle]):
                 if on_progress is not None:
@@ -326,6 +345,7 @@ class EngineDriver:
             # There is no state now, so there is room for that of the measurement.
             if self.draft_choice is not None and self.draft_choice.costs is None:
                 self.draft_choice.costs = self._warm_up.measure_steps()
+            # The first request need not wait for it, and `compile_later` takes its shapes.
             state = self._device.state([])
         except FailedCall as failed:
             raise failed.error from None
@@ -377,13 +397,14 @@ class EngineDriver:
         """
         check_matchers([matcher])
         token_ids = inputs.token_list("prompt", prompt, self.engine.model.vocab_size)
-        (own,) = options_per_request(options, 1, fields)
-        sizes = len(token_ids), check_int("max_new_tokens", own.max_new_tokens, 1)
+        (full_options,) = options_per_request(options, 1, fields)
+        sizes = len(token_ids), check_int("max_new_tokens", full_options.max_new_tokens, 1)
         must = f"fit into max_length={self.engine.max_length} tokens"
         fit = sum(sizes) <= self.engine.max_length
         require(fit, "prompt and max_new_tokens", must, sizes)
-        self.engine.check_options(own)
+        self.engine.check_options(full_options)
         if self.max_queue is not None:
+            # After an interrupt within `_occupy`, some of `_waiting` have had a slot already.
             self._settle()
             waiting = len(self._waiting)
             must = f"be below max_queue={self.max_queue}"
@@ -393,12 +414,13 @@ class EngineDriver:
             tokens=token_ids,
             length=len(token_ids),
             prompt_length=len(token_ids),
-            options=own,
+            options=full_options,
             matching=None if matcher is None else Matching(matcher),
             timing=Timing(submitted=time.perf_counter()),
             replay=Replay(begin=len(token_ids)) if self.engine.exact else None,
         )
-        self._num_submitted = request.request_id + 1  # first: no two requests may have one id
+        # The number first: no two requests may have one id. The second line submits the request.
+        self._num_submitted = request.request_id + 1
         self._waiting[request.request_id] = request
         return request.request_id
 
@@ -430,9 +452,12 @@ class EngineDriver:
                 return True
             host = self._host
             begun = [one for one in host.begun if one.request_id == request_id]
+            # One that has ended, and whose last update was not delivered, is known by this alone.
             is_known = bool(begun) or any(one.request_id == request_id for one in host.updates)
             # One assignment: what fails or is interrupted after it does not bring the request back.
             self._host = host.without(request_id).after_ends([reason] * is_known)
+            # The device is told last. What steps ahead emit for the request is dropped when they
+            # are read: by then its slot is empty, or has another id.
             slot = host.slot_of(request_id)
             if slot is not None:
                 self._empty(slot)
@@ -457,6 +482,7 @@ class EngineDriver:
                 return False
             while self._device.ahead:
                 self._read_step()
+            # By its id again: it may have ended in one of these steps.
             slot = self._host.slot_of(request_id)
             if slot is not None:
                 self._host = self._host.queued_first([slot])
@@ -511,14 +537,15 @@ class EngineDriver:
         """
         check_type("reread", reread, bool)
         check_type("delete", delete, bool)
-        some = params is not None or draft_params is not None
-        require(some, "params or draft_params", "be given", None, error=TypeError)
+        is_given = params is not None or draft_params is not None
+        require(is_given, "params or draft_params", "be given", None, error=TypeError)
         require(reread or not self.engine.exact, "reread", "be true for an exact engine", reread)
         old_params, old_draft_params = self._host.weights
         if params is not None:
             check_replaces("params", self.engine.model, params, old_params)
         if draft_params is not None:
             check_replaces("draft_params", self.engine.drafter, draft_params, old_draft_params)
+        # Two blocks: a failed call among the steps ahead does not keep the second from its work.
         with self._changes():
             while self._device.ahead:
                 self._read_step()
@@ -548,6 +575,8 @@ class EngineDriver:
           that were under way.
         """
         with self._changes():
+            # Until the schedule says `Wait`: then at most `max_steps_ahead` steps are under way,
+            # and the oldest, which is read below. So the device has work while the host reads.
             while self._dispatch_step():
                 pass
             if self._device.ahead and not self._host.updates:
@@ -556,6 +585,7 @@ class EngineDriver:
         if self._warm_up.lacking and self._waiting and not (host.updates or host.slots):
             time.sleep(_PAUSE)  # until a program is compiled
         try:
+            # Delivered once: if this is cut short, the caller gets no list, and the updates stay.
             reasons = [update.finish_reason for update in host.updates]
             self._host = host._replace(updates=()).after_ends(reasons)
             return [*host.updates]
@@ -604,7 +634,7 @@ class EngineDriver:
             client_of=self.client_of,
             prefill=self._device.prefill,
             kept=self._host.kept,
-            ahead=[one.request_ids for one in self._device.ahead],
+            ahead=[step.request_ids for step in self._device.ahead],
             has_updates=bool(self._host.updates),
         )
 
@@ -620,6 +650,7 @@ class EngineDriver:
         """Reads prompts between steps, if there are any; returns what is to be done then."""
         action = self._plan(after=None)
         while isinstance(action, Read):
+            # First, so that a failed call finds them in slots: see `after_failed_call`.
             self._occupy(action.prompts.group)
             self._carry_out(action)
             action = self._plan(after=action)
@@ -630,10 +661,13 @@ class EngineDriver:
         match action:
             case Read(prompts):
                 self._device.read(prompts)
+                # A further chunk ends a row of failures; no `Step` reads for a request that has
+                # some.
                 if prompts.is_chunk:
                     for slot, end in zip(prompts.group, prompts.end, strict=True):
                         self._host = self._host.after_chunk(slot, end)
             case Step(num_drafts=num_drafts):
+                # Chosen before anything is drafted, by the steps that were read.
                 if action.max_drafts and self.draft_choice is not None:
                     self.draft_choice.max_drafts = action.max_drafts
                     num_drafts = self.draft_choice.next()
@@ -644,16 +678,20 @@ class EngineDriver:
     def _occupy(self, group: Mapping[int, ServedRequest]) -> None:
         """Puts requests into slots, from now on."""
         now = time.perf_counter()
-        new = {slot: one.in_slot(now) for slot, one in group.items()}
-        self._host = self._host.with_new(new)
-        for one in new.values():
-            self._waiting.pop(one.request_id, None)
+        occupants = {slot: request.in_slot(now) for slot, request in group.items()}
+        # Cut short after this line, requests are in both places, which `_settle` puts right.
+        self._host = self._host.with_new(occupants)
+        for request in occupants.values():
+            self._waiting.pop(request.request_id, None)
 
     def _dispatch_masked(self, step: Masked) -> None:
         """Dispatches a step whose rows are masked by grammars.
 
         Where a pass may be narrow and drafts do not pay, only those are verified that are forced.
         """
+        # A program drafts for all, the host walks each matcher along its request's drafts and makes
+        # a mask for each row, and a second program verifies under the masks. The schedule asks for
+        # this only where no step is ahead, so matchers get all tokens of their texts.
         num_drafts = 0
         if any(step.max_drafts.values()) or self.engine.exact:  # whose passes are all as wide
             num_drafts = self.engine.config.num_speculative_tokens
@@ -663,11 +701,14 @@ class EngineDriver:
         if is_narrow:
             ids = np.full_like(ids, PLACEHOLDER_TOKEN_ID)
             num_drafts = 0
+        # Without a store no draft has a distribution: all are verified one-hot, forced or not.
         has_store = self._device.state(step.running.values()).store is not None
         drafts, failed = self._matchers.forced_drafts(step.running, ids, step.max_drafts, has_store)
-        if is_narrow:  # nothing is learned of what was not verified
+        if is_narrow:
+            # Rates would count a dropped draft as refused; they are learned of none that is forced.
             drafts = drafts._replace(is_forced=np.ones_like(drafts.is_forced))
-        going_on = {slot: one for slot, one in step.running.items() if slot not in failed}
+        # A request whose matcher has failed has rows in this pass, which nobody reads.
+        going_on = {slot: request for slot, request in step.running.items() if slot not in failed}
         self._device.verify(step, drafts, going_on, num_drafts)
         for slot, reason in failed.items():
             self._host = self._host.failed(slot, f"the matcher has failed: {reason}")
@@ -677,6 +718,8 @@ class EngineDriver:
         """Reads the result of the oldest step ahead."""
         step = self._device.ahead[0]
         begin = time.perf_counter()
+        # Waits until the device has come to the end of this step. Its errors show here, and concern
+        # whoever runs: by now later steps may stand on what it left.
         with awaiting(self._traffic.running.values()):
             numbers, logprobs, rates = jax.device_get(step.result.for_host)
         now = time.perf_counter()
@@ -692,12 +735,14 @@ class EngineDriver:
         if self.draft_choice is not None and updates:
             has_drafts = any(update.num_proposed for update in updates)
             self.draft_choice.learn(rates, step.num_drafts, has_drafts)
-        by_id = {one.request_id: one for one in self._host.slots.values()}
+        # The new record has no requests that have ended: their texts are put together here.
+        by_id = {request.request_id: request for request in self._host.slots.values()}
         ended = [
-            by_id[one.request_id].new_token_ids + one.token_ids
-            for one in updates
-            if one.finish_reason is not None
+            by_id[update.request_id].new_token_ids + update.token_ids
+            for update in updates
+            if update.finish_reason is not None
         ]
+        # Cut short between these two, the step is not read twice: `_settle` drops `ahead`.
         self._host = host
         del self._device.ahead[0]
         self._remember(ended)
@@ -706,6 +751,7 @@ class EngineDriver:
         """Lets a drafter with a history search what requests have generated."""
         if self.engine.drafter.serves.has_history:
             self._device.remember(texts)
+            # The history is among the weights: else the next `drop` would forget the texts.
             self._host = self._host._replace(weights=self._device.weights)
 
     def _empty(self, slot: int) -> None:
@@ -718,17 +764,22 @@ class EngineDriver:
     def _changes(self) -> Iterator[None]:
         """Surrounds what changes requests, slots or the device; contains failed calls."""
         self._settle()
+        # From here on the host and the device may differ. An exception other than `FailedCall`
+        # leaves this False, and the next method that reads one of the two begins with `_settle`.
         self._is_whole = False
         try:
             with interrupts():
                 yield
         except FailedCall as failed:
+            # The requests of the call get an update each, or end. All who are in slots lose what
+            # the device had of them, also those that were not in the call.
             self._host = self._host.after_failed_call(
                 failed.request_ids, error=str(failed), max_retries=self.max_retries
             )
             self._settle()
+        # All for whom the steps ahead have rows have ended, or were cancelled.
         if not self._host.slots:
-            self._device.ahead.clear()  # there is nothing to read
+            self._device.ahead.clear()
         self._is_whole = True
 
     def _settle(self) -> None:
@@ -743,6 +794,7 @@ class EngineDriver:
             return
         self._device.drop(self._host)
         self._host = self._host.queued_first(sorted(self._host.slots)).without_kept()
-        for request in self._host.returning:  # some had got a slot, and were still waiting for one
+        # Cut short within `_occupy`, some had got a slot and were still among those that wait.
+        for request in self._host.returning:
             self._waiting.pop(request.request_id, None)
         self._is_whole = True

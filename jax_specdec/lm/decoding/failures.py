@@ -1,4 +1,10 @@
-"""Interrupts and failed calls of an `EngineDriver`: how they differ from other exceptions."""
+"""Interrupts and failed calls of an `EngineDriver`: how they differ from other exceptions.
+
+A KeyboardInterrupt goes to the caller of the driver; so does what is wrong with a program. An error
+of the device becomes a `FailedCall`, where `device.DeviceState` calls a program or where the host
+waits for a result. `EngineDriver._changes` catches these alone, and each request that was in the
+call gets an update.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +34,8 @@ def interrupts() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
+        # JAX's message has the traceback, in which a line begins with the name of what was raised.
+        # An error whose own words speak of interrupts has the name elsewhere in a line.
         if re.search("^KeyboardInterrupt", str(error), re.MULTILINE):
             raise KeyboardInterrupt from error
         raise
@@ -42,6 +50,7 @@ def awaiting(requests: Iterable[ServedRequest]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # Interrupts, and what ends the program.
         if not is_error(error):
             raise
         raise FailedCall(error, requests) from error

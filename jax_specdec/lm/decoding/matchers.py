@@ -1,4 +1,9 @@
-"""The matchers of an `EngineDriver`'s requests: what they allow next, and which have failed."""
+"""The matchers of an `EngineDriver`'s requests: what they allow next, and which have failed.
+
+Between the halves of a masked step (`device.DeviceState.draft` and `verify`) the driver calls
+`Matchers.forced_drafts`. It gives each matcher the tokens that its request has got since the last
+such step, walks it along the drafts to make a mask for each row, and back to where it was.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +68,8 @@ class Matchers:
         Raises:
           FailedCall: anything else went wrong.
         """
+        # If this wait is interrupted, the thread makes the call to its end, and the next one comes
+        # after it. So no matcher is left between two tokens, or somewhere along the drafts.
         call = self._thread.submit(self._forced_drafts, slots, token_ids, max_drafts, has_store)
         return call.result()
 
@@ -73,6 +80,7 @@ class Matchers:
         max_drafts: Mapping[int, int],
         has_store: bool,
     ) -> tuple[ForcedDrafts, dict[int, str]]:
+        # [S]: whether all drafts of a slot are verified one-hot, whichever of them are forced
         one_hot = [not has_store] * self._num_slots
         matchers: list[GrammarMatcher | None] = [None] * self._num_slots
         failed: dict[int, str] = {}
@@ -80,29 +88,41 @@ class Matchers:
             if (matching := request.matching) is None:
                 continue
             try:
+                # All new tokens of the text, also those that are known and still to be generated
+                # again. No step is ahead when a masked one is dispatched, so none is missing.
                 for token in request.new_token_ids[matching.num_accepted :]:
                     advance_matchers([matching.matcher], [[token]])
                     matching.num_accepted += 1
                 matchers[slot] = matching.matcher
-                one_hot[slot] |= request.options.temperature == 0  # greedy: p is 1 or 0
+                # Of a greedy request p is 1 or 0, whatever q its drafts were drawn from.
+                one_hot[slot] |= request.options.temperature == 0
             except GrammarError as error:
                 failed[slot] = error.reason
-            except ValueError as error:  # it refuses a token that it had allowed
+            except ValueError as error:
+                # It refuses a token that it had allowed.
                 failed[slot] = str(error)
         # What a request says again was allowed: its matcher stands behind it, and drafts nothing.
-        known = {i: slots[i].known_token_ids for i, one in enumerate(matchers) if one is not None}
+        known = {
+            slot: slots[slot].known_token_ids
+            for slot, matcher in enumerate(matchers)
+            if matcher is not None
+        }
         repeats = [slot for slot, tokens in known.items() if tokens]
+        # [S, K]: no drafts of the drafter, and none that may be forced, where tokens are known
         ids = token_ids.copy()
         ids[repeats] = PLACEHOLDER_TOKEN_ID
-        most = [max_drafts.get(i, 0) * (i not in repeats) for i in range(self._num_slots)]
-        with awaiting(one for one in slots.values() if one.matching is not None):
-            while True:  # until no matcher fails
+        limits = [max_drafts.get(i, 0) * (i not in repeats) for i in range(self._num_slots)]
+        # What is no error of one matcher, such as too little memory, concerns all that have one.
+        with awaiting(request for request in slots.values() if request.matching is not None):
+            # Until no matcher fails: each round leaves out one that has, and the others are where
+            # they were. `ids` are copied by each, and so are the same in the next.
+            while True:
                 try:
                     drafts = forced_drafts(
                         matchers,
                         ids,
                         vocab_size=self._vocab_size,
-                        max_drafts=most,
+                        max_drafts=limits,
                         one_hot=one_hot,
                     )
                     for slot in repeats:
@@ -116,8 +136,12 @@ class Matchers:
 def _repeat(drafts: ForcedDrafts, slot: int, known: list[int], vocab_size: int) -> None:
     """Makes a request say known tokens again; what comes after them is not taken."""
     k = drafts.token_ids.shape[1]
-    rows = drafts.token_bitmask[slot * (k + 1) : (slot + 1) * (k + 1)]  # [K+1, ceil(V/32)]
+    # [S*(K+1), ceil(V/32)] -> [K+1, ceil(V/32)], a view: the slot's rows
+    rows = drafts.token_bitmask[slot * (k + 1) : (slot + 1) * (k + 1)]
+    # Row i allows known token i alone. Where more are known than there are rows, the next step has
+    # the others; where fewer are, the step ends after the last of them (`Batch.most_new`).
     for row, token in zip(rows, known, strict=False):
         row[:] = bitmask_of([token], vocab_size)
     drafts.token_ids[slot, : len(known)] = known[:k]
+    # One-hot, as no drafter drew them; and nothing is learned of their acceptance.
     drafts.is_forced[slot] = True

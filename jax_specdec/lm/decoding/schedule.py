@@ -1,6 +1,10 @@
 """What an `EngineDriver` does next: read prompts, dispatch a step, mask one for grammars, or wait.
 
 `plan` is a function of what the host knows. It holds no state, calls no program and reads no clock.
+The driver asks it again and again, carries out each `Action` by `device.DeviceState`, and asks with
+the `Traffic` that this leaves, until the answer is `Wait`: then it reads the oldest step ahead. So
+all that says why a request waits, and which slot it gets, is in this file; `rehearsal` lists the
+actions by which `warm_up` compiles the programs.
 """
 
 from __future__ import annotations
@@ -43,13 +47,17 @@ class ChunkedPrefill(NamedTuple):
           usual: the most while others run, for which there is a program too.
         """
         longest = engine.longest_read
+        # While nobody runs, `most` may be larger than `usual`. So large a chunk is read only where
+        # a usual one does not hold what is left, and where it ends within the longest prompt.
         is_far = request.length - self.num_read > usual and self.num_read + most <= longest
         size = most if is_far else usual
         # The last chunk may begin before the end of the one before it: there is a program for whole
         # chunks only, and nothing may be written beyond the longest prompt.
         start = min(self.num_read, longest - size)
         rest = None
-        if start + size < request.length - 1:  # a step reads the last token
+        # The newest token of a text is read by the next step, as the first row of its pass: so a
+        # prompt is read when all but its last token are.
+        if start + size < request.length - 1:
             rest = ChunkedPrefill(self.slot, num_read=start + size, waits=True)
         return Prompts({self.slot: request.with_rows(start + size)}, (start,), size, rest)
 
@@ -117,8 +125,9 @@ class Traffic(NamedTuple):
     @property
     def running(self) -> dict[int, ServedRequest]:
         """The requests, by slot, that the next step emits tokens for."""
-        waits = None if self.prefill is None else self.prefill.slot
-        return {slot: one for slot, one in self.slots.items() if slot != waits}
+        # A request whose prompt is read in chunks has its slot from the first chunk on.
+        reading = None if self.prefill is None else self.prefill.slot
+        return {slot: request for slot, request in self.slots.items() if slot != reading}
 
     @property
     def is_plain(self) -> bool:
@@ -129,9 +138,12 @@ class Traffic(NamedTuple):
     @property
     def has_budget(self) -> bool:
         """Whether a request has a budget left after the steps ahead, if each spends one token."""
+        # A step emits at least one token for each of its requests, so where the steps ahead are as
+        # many as the tokens that are left, a further step would emit nothing. Ids are compared
+        # because a slot may have had another request when the step was dispatched.
         return any(
-            one.budget_left > sum(ids.get(slot) == one.request_id for ids in self.ahead)
-            for slot, one in self.running.items()
+            request.budget_left > sum(ids.get(slot) == request.request_id for ids in self.ahead)
+            for slot, request in self.running.items()
         )
 
     @property
@@ -139,12 +151,13 @@ class Traffic(NamedTuple):
         """The requests that wait, in the order in which they get slots."""
         waiting: Iterable[ServedRequest] = self.waiting
         if self.client_of is not None:
-            # How many of its client's are before a request, in slots and in the queue.
+            # How many of its client's are before a request, in slots and in the queue. By these
+            # ranks clients take turns; the sort is stable, so of equals the first to come is first.
             counts = collections.Counter(self.client_of(x.request_id) for x in self.slots.values())
             ranks = {}
-            for one in waiting:
-                client = self.client_of(one.request_id)
-                ranks[one.request_id] = counts[client]
+            for request in waiting:
+                client = self.client_of(request.request_id)
+                ranks[request.request_id] = counts[client]
                 counts[client] += 1
             waiting = sorted(waiting, key=lambda one: ranks[one.request_id])
         # No generator: an interrupt while Python closes one is lost.
@@ -213,20 +226,26 @@ def plan(engine: Engine, settings: Settings, traffic: Traffic, after: Read | Non
       after: the call that has just read prompts; None if a step, or nothing, came before. What
         reads prompts is followed by a step, if somebody runs, whoever has begun to run by it.
     """
+    # How many calls may still read prompts before the next step, while somebody runs: each of them
+    # makes those who run wait. The driver hands back the last `Read`, which has what is left.
     left = math.inf if settings.max_prefills is None else settings.max_prefills
     if after is not None:
         left = after.left
     else:
-        # Of what fails, less is lost; and masks need the tokens of the step before.
+        # A round begins: prompts, if any, and then a step. No step runs ahead while a request runs
+        # whose last call has failed, because less is lost when the next one fails, too; nor while
+        # one with a grammar does, because masks need the tokens of the step before.
         num_ahead = settings.max_steps_ahead if traffic.is_plain else 0
         # Without updates to deliver, the oldest step is read next, and is no longer ahead.
         if len(traffic.ahead) >= num_ahead + (not traffic.has_updates):
             return Wait()
+        # One action reads prompts and makes a step, where somebody needs one. Prompts of requests
+        # whose calls have failed get a call of their own.
         if settings.prompts_in_steps and traffic.is_plain and traffic.has_budget:
             size = settings.chunk_size
             prompts = next_prompts(engine, traffic, most=size, usual=size)
-            if any(one.num_failures for one in prompts.group.values()):
-                return Read(prompts, left=0)  # if it fails again, that concerns nobody else
+            if any(request.num_failures for request in prompts.group.values()):
+                return Read(prompts, left=0)
             return next_step(engine, settings, traffic, prompts)
     if left > 0 or not traffic.running:
         # While nobody runs, nobody waits for a large call.
@@ -234,8 +253,10 @@ def plan(engine: Engine, settings: Settings, traffic: Traffic, after: Read | Non
         prompts = next_prompts(engine, traffic, most, usual=settings.chunk_size)
         if prompts.group:
             return Read(prompts, left - 1)
+    # Nobody runs, or the steps ahead spend all budgets.
     if not traffic.has_budget:
         return Wait()
+    # No prompts; a long one that is being read stays noted.
     return next_step(engine, settings, traffic, Prompts({}, (), 0, rest=traffic.prefill))
 
 
@@ -256,6 +277,8 @@ def narrow_slots(
     width = next((n for n in widths if n >= len(running)), None)
     if width is None:
         return None
+    # Slots that fill the rows must be others, for a step puts its rows back where they were taken:
+    # of a slot that was there twice, one row would undo the other.
     others = (slot for slot in range(num_slots) if slot not in running)
     return tuple(sorted([*running, *itertools.islice(others, width - len(running))]))
 
@@ -271,19 +294,23 @@ def next_step(
       prompts: what the step reads beside; no group for nothing.
     """
     running = traffic.running
-    max_drafts = {i: engine.max_drafts(one.options) for i, one in running.items()}
+    max_drafts = {slot: engine.max_drafts(one.options) for slot, one in running.items()}
     slots = narrow_slots(engine.num_slots, settings.step_widths, running)
     if any(one.matching is not None for one in running.values()):
         return Masked(running, max_drafts, slots)
-    if prompts.group:  # one program is enough for each shape of these
+    # Each choice below is a program that `rehearsal` compiles: one for each shape of prompts.
+    if prompts.group:
         return Step(running, prompts, all_neutral=False, num_drafts=full_budget(engine))
     all_neutral = engine.request_options and all(x.options.is_neutral for x in running.values())
-    all_neutral &= not engine.exact  # one program, whoever is beside a request
+    # An exact engine has one program, whoever is beside a request.
+    all_neutral &= not engine.exact
     if not any(max_drafts.values()):
-        # One program is enough for no drafts, unless a budget has that number for both.
+        # Nobody may have a draft. One program is enough for that, with all options and all slots,
+        # unless a budget has the number 0, and so programs for each.
         is_chosen = 0 in (engine.draft_budget or ())
         all_neutral &= is_chosen
         return Step(running, prompts, all_neutral, 0, slots=slots if is_chosen else None)
+    # The driver's `DraftChoice` puts a number in the place of None, if there is a budget.
     return Step(running, prompts, all_neutral, None, [*max_drafts.values()], slots)
 
 
@@ -300,20 +327,25 @@ def next_prompts(engine: Engine, traffic: Traffic, most: int, usual: int) -> Pro
     if prefill is None or prefill.waits:
         group, places = _next_group(engine, traffic, most)
         if group:
-            copies = [(one.source, one.slot) for one in places if one.source is not None]
+            copies = [(place.source, place.slot) for place in places if place.source is not None]
             first = group[0]
             slot, start, _ = places[0]
             left = first.length - start
+            # Too long for a call: `_next_group` has taken it alone, and no other long prompt is
+            # being read. From now on it is what `Traffic.prefill` says.
             if left > most:
                 chunked = ChunkedPrefill(slot, start)
                 return chunked.next_chunk(engine, first, most, usual)._replace(copies=copies)
+            # Whole prompts, or what is left of them, all padded to one size. A long prompt that is
+            # being read has the next turn.
             return Prompts(
-                {place.slot: one for place, one in zip(places, group, strict=True)},
+                {place.slot: request for place, request in zip(places, group, strict=True)},
                 [place.start for place in places],
                 engine.prompt_size(left),
                 rest=None if prefill is None else prefill._replace(waits=False),
                 copies=copies,
             )
+    # It is the long prompt's turn, or no shorter one can be read.
     if prefill is None:
         return Prompts({}, (), 0, rest=None)
     return prefill.next_chunk(engine, traffic.slots[prefill.slot], most, usual)
@@ -330,25 +362,30 @@ def _next_group(
     # Those without rows first, then the longest unused.
     empty = set(range(engine.num_slots)) - traffic.slots.keys() - traffic.kept.keys()
     free = [*sorted(empty), *traffic.kept]
-    # Also a request in a slot has rows, and more when its prompt is read.
+    # A running request's slot has rows that others may begin with, too; the slot is then copied.
     rows = {**traffic.kept, **{slot: one.rows for slot, one in traffic.slots.items()}}
+    # What slots will hold when the prompts have been read that are chosen here, and the long one
+    # that is being read. No row of these is there yet, so nobody begins with them in this call.
     coming = {}
     if traffic.prefill is not None:
         slot = traffic.prefill.slot
         coming[slot] = traffic.slots[slot].with_rows(traffic.slots[slot].length).rows
     group: list[ServedRequest] = []
     places: list[Place] = []
+    # The first of the group decides the size that all are padded to, and how many rows the call
+    # has.
     size, num_rows = 0, 1
     # Only as many as there are free slots are looked at: nobody is overtaken more often than that.
-    for one in itertools.islice(traffic.queue, len(free)):
+    for request in itertools.islice(traffic.queue, len(free)):
         if len(group) == num_rows:
             break
-        place = _find_place(engine, one, rows, free)
-        left = one.length - place.start
-        _, later = _longest_prefix(engine, one, coming)
+        place = _find_place(engine, request, rows, free)
+        left = request.length - place.start
+        # It waits where it would share enough more with a prompt that is read before it.
+        _, later = _longest_prefix(engine, request, coming)
         if later >= place.start + _LEAST_REUSED:
             continue
-        is_alone = left > most or one.num_failures > 1
+        is_alone = left > most or request.num_failures > 1
         if group and (is_alone or engine.prompt_size(left) != size):
             continue
         if not group:
@@ -356,16 +393,20 @@ def _next_group(
                 continue
             size = engine.prompt_size(left)
             num_rows = engine.group_size(size)
+            # There are two programs of a size: for one prompt, and for `group_size` of them.
             if is_alone or num_rows * size > most:
                 num_rows = 1
         # Of one that was preempted in its prompt, what it has read itself does not count.
-        reused = min(place.start, one.num_reused) if one.timing.admitted else place.start
-        one = one._replace(most_rows=_most_rows(engine, one), num_reused=reused)
-        rows[place.slot] = one.with_rows(place.start).rows
-        coming[place.slot] = one.with_rows(one.length).rows
+        reused = min(place.start, request.num_reused) if request.timing.admitted else place.start
+        request = request._replace(most_rows=_most_rows(engine, request), num_reused=reused)
+        # The slot's other rows are overwritten by this call. Those before `start` are there as soon
+        # as copies are made, and others of the group may begin with them: copies are made in this
+        # order.
+        rows[place.slot] = request.with_rows(place.start).rows
+        coming[place.slot] = request.with_rows(request.length).rows
         free.remove(place.slot)
         places.append(place)
-        group.append(one.with_rows(one.length))
+        group.append(request.with_rows(request.length))
     return group, places
 
 
@@ -378,8 +419,12 @@ def _most_rows(engine: Engine, request: ServedRequest) -> int:
     if not engine.prefix_caching:
         return 0
     prompt = request.length - 1
-    if engine.exact:  # the first step runs the prompt's last token again, in another program
+    # Of an exact engine only rows that `admit` wrote, in whole chunks, have the bits that another
+    # request would get: the first step runs the prompt's last token again, in another program.
+    if engine.exact:
         return prompt - prompt % engine.chunk_size
+    # Steps have written the rows of new tokens. Those of the target always count; those of the
+    # drafter if it declares so, or has none.
     keeps_new = engine.drafter.serves.kept_rows == "texts" or not engine.drafter_has_cache
     return engine.max_length if keeps_new else prompt
 
@@ -395,10 +440,13 @@ def _find_place(
     """
     source, start = _longest_prefix(engine, request, rows)
     left = request.length - start
-    if left <= engine.chunk_size:  # nothing is written beyond the longest prompt
+    # One call reads what is left, padded to one of the sizes; the padding is written, too, and must
+    # not end beyond the longest prompt. So a few tokens more are read than need be.
+    if left <= engine.chunk_size:
         start = min(start, engine.longest_read - engine.prompt_size(left))
     if source is None or start < _LEAST_REUSED:
         return Place(free[0])
+    # Fewer rows than anybody would begin with are no loss.
     others = rows[free[0]].num_rows if free[0] in rows else 0
     most_lost = max(others, _LEAST_REUSED - 1)
     if source in free and rows[source].num_rows - start <= most_lost:
@@ -413,25 +461,30 @@ def _longest_prefix(
 
     The last token but one is read in any case: the first step drafts from its features.
     """
-    found, best = None, 0
+    source, best = None, 0
     unit = engine.chunk_size if engine.exact else 1
     tokens = request.tokens
     for slot, kept in rows.items():
-        most = min(request.length - 1, kept.num_rows + 1)
+        # Who shares c tokens begins with c - 1 rows, as `KeptRows` says: of n rows, n + 1 tokens
+        # count.
+        limit = min(request.length - 1, kept.num_rows + 1)
         # What is to be longer than the best has a token in common with it there.
-        if kept.salt != request.options.cache_salt or most <= best + 1:
+        if kept.salt != request.options.cache_salt or limit <= best + 1:
             continue
         if tokens[best + 1] != kept.tokens[best + 1]:
             continue
-        start = common_prefix(tokens, kept.tokens, most) - 1
+        start = common_prefix(tokens, kept.tokens, limit) - 1
+        # An exact engine begins with whole chunks.
         start -= start % unit
         if start > best:
-            found, best = slot, start
-    return found, best
+            source, best = slot, start
+    return source, best
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int], most: int) -> int:
     """Returns how many tokens two texts begin with alike, at most `most`, by bisection."""
+    # The first `low` tokens are equal, and no more than `high` are. Slices of lists are compared in
+    # C, where a loop over tokens would be one of Python.
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -468,11 +521,16 @@ def rehearsal(
       grammars: whether requests have matchers.
       step_widths: of narrow steps; those with masks are not among them.
     """
+    # The first slot that does not exist: no sequence of the batch begins by these calls.
     nowhere = engine.num_slots
     prompts = [placeholders(num_rows, size, nowhere) for num_rows, size in engine.admit_shapes]
     actions: list[Action] = [Read(one, left=0) for one in prompts]
     if engine.prefix_caching:
+        # The program that copies a slot; no other action has it.
         actions.append(Read(prompts[0]._replace(copies=[(nowhere, nowhere)]), left=0))
+    # Steps without prompts: one for no drafts, then each number of a budget, for any options and,
+    # with `request_options`, for neutral ones. `dict.fromkeys` leaves out what is there twice, and
+    # keeps the order.
     nothing = Prompts({}, (), 0, rest=None)
     pairs = [*itertools.product({False, engine.request_options}, engine.draft_budget or (None,))]
     for all_neutral, num_drafts in dict.fromkeys(((False, 0), *pairs)):
@@ -482,6 +540,7 @@ def rehearsal(
         actions.append(Step({}, nothing, all_neutral, num_drafts, slots=slots))
     if prompts_in_steps:
         actions += [Step({}, one, False, full_budget(engine)) for one in prompts]
+    # A step with masks and no drafts, and one whose requests may have some, unless none may.
     if grammars:
         most = engine.max_drafts(RequestOptions())
         actions += [Masked({}, {nowhere: n}) for n in sorted({0, min(1, most)})]

@@ -1,4 +1,10 @@
-"""Costs of steps by their number of drafts, of prompts by their tokens, and which to choose."""
+"""Costs of steps by their number of drafts, of prompts by their tokens, and which to choose.
+
+`stopwatch` measures `StepCosts` and `ChunkCosts` on the device. `EngineDriver` asks a `DraftChoice`
+for the number of drafts of each step (`next`), and tells it what each step that was read has shown
+(`learn`); `warm_up` takes the size of chunks from `ChunkCosts.largest`. Here nothing calls a
+program.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +73,7 @@ class StepCosts:
 
     def __post_init__(self) -> None:
         check_int("num_slots", self.num_slots)
+        # Lists of a JSON file become tuples: costs are compared with what the engine has.
         budget = check_increasing("draft_budget", self.draft_budget, 0)
         object.__setattr__(self, "draft_budget", budget)
         entries = named_entries("seconds", self.seconds)
@@ -104,9 +111,11 @@ class StepCosts:
         require(len(rates) >= most, "unconditional_rates", must, unconditional_rates)
         require(isinstance(share, numbers.Real), "share", "be a number", share, error=TypeError)
         tokens = 1 + np.concatenate([[0.0], np.cumsum(rates)])
-        # from here on an entry for each of `draft_budget`: seconds of the mean step
+        # From here on an entry for each of `draft_budget`: seconds of the mean step, of which
+        # `share` are as wide as that number, and the others as the least.
         least = self.seconds[0]
         seconds = least + share * (np.array(self.seconds) - least)
+        # [K+1] -> one for each of `draft_budget`; `argmax` takes the first, so the least, of equals
         tokens_per_second = tokens[list(self.draft_budget)] / seconds
         return self.draft_budget[int(np.argmax(tokens_per_second))]
 
@@ -129,6 +138,7 @@ class StepCosts:
         """
         check_type("path", path, str, os.PathLike)
         text = Path(path).read_text()
+        # What `save` did not write is refused by one of these calls, or by `__post_init__`.
         try:
             return cls(**json.loads(text))
         except (TypeError, ValueError, OverflowError) as error:
@@ -158,9 +168,10 @@ class ChunkCosts(NamedTuple):
         The least, if all take longer. So running requests wait for their next tokens at most 2.1
         times as long as without a prompt (a call, then a step), or 1.5 times (one longer step).
         """
-        most = self.step * (_MOST_WITHIN if self.in_steps else _MOST_BETWEEN)
+        limit = self.step * (_MOST_WITHIN if self.in_steps else _MOST_BETWEEN)
+        # `seconds` has an entry for each size: the least one stays where all take longer.
         least = min(self.seconds)
-        return max(size for size, x in self.seconds.items() if size == least or x <= most)
+        return max(size for size, cost in self.seconds.items() if size == least or cost <= limit)
 
 
 @dataclasses.dataclass(eq=False)
@@ -244,6 +255,8 @@ class DraftChoice:
             draft = np.arange(len(accepted))
             may_have = draft[None, :] < np.array(self.max_drafts)[:, None]  # [R, K]
             accepted = accepted * np.mean(may_have, axis=0)
+        # Of steps that may have drafts, those in which somebody has one, faded. Two made-up ones
+        # keep the share near 1 until there are some.
         share = 1.0
         if self.may_be_narrow:
             share = (self.num_wide + _PRIOR_STEPS) / (self.num_steps + _PRIOR_STEPS)
@@ -265,6 +278,7 @@ class DraftChoice:
           has_drafts: whether one of them had any.
         """
         self.rates = rates
+        # A step that could have none says nothing about how often there is one.
         if num_drafts != 0:
             self.num_steps = _KEPT * self.num_steps + 1
             self.num_wide = _KEPT * self.num_wide + has_drafts
@@ -277,13 +291,16 @@ class DraftChoice:
     @property
     def _enough(self) -> int:
         """The index of the least number that is enough for every request, or of the largest."""
-        most = max(self.max_drafts, default=self.draft_budget[-1])
-        return int(np.searchsorted(self.draft_budget[:-1], most))
+        most_drafts = max(self.max_drafts, default=self.draft_budget[-1])
+        # The search leaves out the last number, and so ends at its index where none is enough.
+        return int(np.searchsorted(self.draft_budget[:-1], most_drafts))
 
     def next(self) -> int:
         """Returns the number of drafts of the next step, and saves up or spends time for trials."""
         if self.is_fixed:
             return self.draft_budget[self._enough]
+        # The best, by what is known. More drafts than that are tried now and then, unless no
+        # request may have more, or nobody knows what a trial costs.
         at = self.draft_budget.index(self.best)
         if self.costs is None or at >= self._enough:
             return self.draft_budget[at]

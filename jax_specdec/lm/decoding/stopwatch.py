@@ -1,4 +1,9 @@
-"""The stop-watch of an engine: measures what steps and prompts cost."""
+"""The stop-watch of an engine: measures what steps and prompts cost.
+
+`EngineDriver.warm_up` calls `measure_steps` where a `draft_budget` has no costs yet, and
+`measure_chunks` where a `chunk_size` is to be chosen (`warm_up.WarmUp`). Both make a state of their
+own, so there has to be room for it, and call the programs that serve.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +32,14 @@ _LONGEST_TIMING = 0.1
 def _occupied(engine: Engine, state: DecodeState) -> DecodeState:
     """Returns a state with all slots busy, with sequences of half the length."""
     batch = state.batch
-    most = jnp.full_like(batch.lengths, engine.max_length)
+    # All slots run, with texts of half the length, because on some devices attention takes as long
+    # as the tokens that are there.
+    max_lengths = jnp.full_like(batch.lengths, engine.max_length)  # [S]
     batch = dataclasses.replace(
         batch,
-        lengths=most // 2,
+        lengths=max_lengths // 2,
         done=jnp.zeros_like(batch.done),
-        options=dataclasses.replace(batch.options, max_lengths=most),
+        options=dataclasses.replace(batch.options, max_lengths=max_lengths),
     )
     return dataclasses.replace(state, batch=batch)
 
@@ -77,6 +84,8 @@ def measure_steps(
         [calls.seconds_of_step(n, num_calls=num_steps) for n in engine.draft_budget]
         for _ in range(2)
     ]
+    # Of each number the lesser of two rounds: what else the machine does can only make a step
+    # slower.
     return StepCosts(engine.num_slots, engine.draft_budget, tuple(map(min, *rounds)))
 
 
@@ -113,6 +122,7 @@ class _Calls:
     ) -> float:
         """Returns the seconds of a step that also reads a prompt, or none if `prompt_size` is 0."""
         engine = self._engine
+        # As `schedule.next_step` has it for requests that ask for no options, exact engines aside.
         all_neutral = engine.request_options and not prompt_size
         requests = None
         if prompt_size:
@@ -141,14 +151,20 @@ class _Calls:
         """Returns the seconds of a call: the least of three times, of some dispatched at once."""
 
         def seconds(num_calls: int) -> float:
+            # Anew each time, for each step makes the texts longer.
             self._state = _occupied(self._engine, self._state)
             jax.block_until_ready(self._state)
+            # Calls return before the device has run them, and each takes the state of the one
+            # before: so they wait in a row, and what the host takes to dispatch them is hidden, as
+            # in serving.
             begin = time.perf_counter()
             for _ in range(num_calls):
                 self._state = call(self._state)
             jax.block_until_ready(self._state)
             return (time.perf_counter() - begin) / num_calls
 
-        seconds(1)  # compiles
+        # The first call compiles, the second says how long one takes.
+        seconds(1)
+        # Fewer calls where they are slow, so that a measurement takes little longer than 0.1 s.
         num_calls = min(num_calls, max(1, int(_LONGEST_TIMING / seconds(1))))
         return min(seconds(num_calls) for _ in range(3))

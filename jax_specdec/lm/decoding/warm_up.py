@@ -33,10 +33,13 @@ def served_later(engine: Engine, action: Action) -> str | None:
     """
     match action:
         case Read(prompts):
-            # Any prompt is read in calls of the least size, of one request each.
+            # Any prompt can be read in calls of the least size, of one request each: until there
+            # are programs for more, all prompts are, as `most_read` has it.
             is_least = len(prompts.group) == 1 and prompts.size == engine.chunk_sizes[0]
             return None if is_least else "long prompts"
         case Step(prompts=prompts, all_neutral=all_neutral):
+            # A request without options runs in steps that leave all of them out. Steps that read
+            # prompts serve requests of all kinds, so they are compiled now.
             return None if prompts.group or all_neutral else "options"
         case Masked():
             return "grammars"
@@ -45,15 +48,15 @@ def served_later(engine: Engine, action: Action) -> str | None:
 
 def needs(engine: Engine, request: ServedRequest) -> set[str]:
     """Returns which of `KINDS` a request is, but for the length of its prompt."""
-    found = set()
+    kinds = set()
     if not request.options.is_neutral:
-        found.add("options")
+        kinds.add("options")
     # Without drafts, a step that is for all requests serves those, too: see `schedule.next_step`.
     if not engine.max_drafts(request.options) and 0 not in (engine.draft_budget or ()):
-        found.add("options")
+        kinds.add("options")
     if request.matching is not None:
-        found.add("grammars")
-    return found
+        kinds.add("grammars")
+    return kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +100,10 @@ class WarmUp:
             return actions, []
         kinds = [served_later(self.engine, action) for action in actions]
         pairs = [*zip(kinds, actions, strict=True)]
-        now = [action for kind, action in pairs if kind is None]
-        later = [(kind, action) for kind, action in pairs if kind is not None]
+        first_actions = [action for kind, action in pairs if kind is None]
+        later_actions = [(kind, action) for kind, action in pairs if kind is not None]
         # What most requests are comes first, until some wait: see `served_now`.
-        return now, sorted(later, key=lambda pair: KINDS.index(pair[0]))
+        return first_actions, sorted(later_actions, key=lambda pair: KINDS.index(pair[0]))
 
     @property
     def _can_wait(self) -> bool:
@@ -127,10 +130,12 @@ class WarmUp:
           host: for whose weights an exact engine is checked.
         """
         calls: list[Callable[[], object]] = []
-        if self.engine.exact:  # if this fails, all else is for nothing
+        # If this fails, all else is for nothing.
+        if self.engine.exact:
             calls.append(functools.partial(self._check_rows, host))
         calls += [functools.partial(rehearse, action) for action in actions]
-        # No action has these: a request leaves its slot early, and a text is kept for drafting.
+        # No action has these: a request leaves its slot early, and a text is kept for drafting. The
+        # slot that is emptied does not exist; the text is empty.
         calls.append(functools.partial(self.device.empty, self.engine.num_slots, ()))
         if self.engine.drafter.serves.has_history:
             calls.append(functools.partial(self.device.remember, [[]]))
@@ -138,7 +143,8 @@ class WarmUp:
 
     def _check_rows(self, host: HostState) -> None:
         """Checks that an exact engine's model gives a token the same bits in every row."""
-        self.device.drop(host)  # there may be no room for two caches
+        # There may be no room for two caches.
+        self.device.drop(host)
         params, _ = self.device.weights
         check_rows(self.engine, params, self.engine.num_slots, self.engine.buffer_length)
 
@@ -149,7 +155,8 @@ class WarmUp:
           host: with whose weights they are measured; the device drops its state.
           in_steps: whether prompts are read in steps.
         """
-        self.device.drop(host)  # there may be no room for two states
+        # The measurement makes a state of its own; there may be no room for two.
+        self.device.drop(host)
         params, draft_params = self.device.weights
         costs = stopwatch.measure_chunks(self.engine, params, draft_params, in_steps=in_steps)
         return costs.largest
@@ -198,8 +205,8 @@ class WarmUp:
             return waiting
         # The others stay in the queue, and are overtaken: a call for them would compile here, for
         # seconds in which those who run would wait, too.
-        needed = {one.request_id: needs(self.engine, one) & lacking for one in waiting}
+        needed = {request.request_id: needs(self.engine, request) & lacking for request in waiting}
         # What somebody waits for is compiled before what nobody has asked for yet.
         assert self.device.behind is not None
         self.device.behind.put_first(set().union(*needed.values()))
-        return [one for one in waiting if not needed[one.request_id]]
+        return [request for request in waiting if not needed[request.request_id]]

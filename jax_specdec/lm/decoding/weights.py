@@ -25,11 +25,11 @@ def check_are_there(name: str, given: Params) -> None:
     Raises:
       RuntimeError: one was, as by a donation.
     """
-    for path, one in jax.tree.leaves_with_path(given):
-        is_there = not (isinstance(one, jax.Array) and one.is_deleted())
+    for path, array in jax.tree.leaves_with_path(given):
+        is_there = not (isinstance(array, jax.Array) and array.is_deleted())
         leaf = name + jax.tree_util.keystr(path)
         hint = "it was deleted, as by a donation"
-        require(is_there, leaf, "be on a device", one, hint, RuntimeError)
+        require(is_there, leaf, "be on a device", array, hint, RuntimeError)
 
 
 def check_replaces(name: str, owner: HasParams, given: Params, held: Params) -> None:
@@ -47,31 +47,36 @@ def check_replaces(name: str, owner: HasParams, given: Params, held: Params) -> 
       RuntimeError: an array was deleted.
     """
     check_params(name, owner, given)
+    # Before the structures are compared: a weight in int8 is two arrays, so its absence would be
+    # reported as another structure.
     _check_int8(name, given, held)
     check_like(name, given, held, "the driver's weights")
     check_are_there(name, given)
     for (path, new), old in zip(
         jax.tree.leaves_with_path(given), jax.tree.leaves(held), strict=True
     ):
+        # JAX compiles for committed arrays anew where the old ones were not, also on the same
+        # device.
         is_committed = isinstance(new, jax.Array) and new.committed
         must = "be committed to no device, as the driver's weights are not"
         hint = "make the driver with arrays that jax.device_put has put on devices"
-        one = name + jax.tree_util.keystr(path)
-        require(old.committed or not is_committed, one, must, new, hint)
+        leaf = name + jax.tree_util.keystr(path)
+        require(old.committed or not is_committed, leaf, must, new, hint)
 
 
 def _check_int8(name: str, given: Params, held: Params) -> None:
     """Checks that weights are in int8 where those held are, and nowhere else."""
     leaves = dict(jax.tree.leaves_with_path(given, is_leaf=is_int8))
     for path, old in jax.tree.leaves_with_path(held, is_leaf=is_int8):
+        # One that is missing is not this check's: `check_like` reports it.
         new = leaves.get(path, old)
         must = "be an array"
         hint = "give the weights that quantize was called with"
         if is_int8(old):
             must = "be an Int8Weight"
             hint = "give what jax_specdec.lm.models.quantize returns of the weights"
-        one = name + jax.tree_util.keystr(path)
-        require(is_int8(new) == is_int8(old), one, f"{must}, as the driver's weight is", new, hint)
+        leaf = name + jax.tree_util.keystr(path)
+        require(is_int8(new) == is_int8(old), leaf, f"{must}, as the driver's weight is", new, hint)
 
 
 def put(new: jax.Array | np.ndarray, sharding: Sharding | None = None) -> jax.Array:
@@ -79,15 +84,17 @@ def put(new: jax.Array | np.ndarray, sharding: Sharding | None = None) -> jax.Ar
 
     When it is ready, nothing that is done to an array of the host reaches it any more.
     """
-    found = jax.device_put(new, sharding)
-    if isinstance(new, np.ndarray) and any(one.platform == "cpu" for one in found.devices()):
+    array = jax.device_put(new, sharding)
+    if isinstance(new, np.ndarray) and any(x.platform == "cpu" for x in array.devices()):
         # A CPU takes the memory of the host as it is, where that is aligned.
-        found = jax.device_put(found, may_alias=False)
-    return found
+        array = jax.device_put(array, may_alias=False)
+    return array
 
 
 def put_like(new: jax.Array | np.ndarray, held: jax.Array) -> jax.Array:
     """Returns an array where another is or was; itself, if it is there."""
+    # A deleted array still says where it was. One that was committed to no device has no place to
+    # pass on.
     return put(new, held.sharding if held.committed else None)
 
 
@@ -101,10 +108,14 @@ def replaced(held: Weights, given: Weights, delete: bool) -> Weights:
       delete: whether each array is deleted before the new one is put in its place; one that stays,
         or is given again, also by another array of its memory, is not.
     """
-    both = zip(given, held, strict=True)
-    staying = jax.tree.leaves([old if new is None else new for new, old in both])
+    # What the new weights consist of: the memory of none of these may be deleted with an old array.
+    # Two arrays may have one memory: `jax.device_put` to the device where an array is makes another
+    # of it.
+    pairs = zip(given, held, strict=True)
+    staying = jax.tree.leaves([old if new is None else new for new, old in pairs])
     stays = set[Hashable]().union(*map(_memory, staying if delete else []))
 
+    # Array by array: the room of an old one is free before the new one is copied there.
     def put_in_place(new: jax.Array | np.ndarray, old: jax.Array) -> jax.Array:
         if delete and stays.isdisjoint(_memory(old)):
             old.delete()
