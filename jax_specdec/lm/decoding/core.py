@@ -206,8 +206,8 @@ class Decoder:
         empty = self.empty_caches(params, *batch.token_ids.shape)
         length = batch.token_ids.shape[1]
         zeros = jnp.zeros_like(batch.lengths)
-        # [B, L] -> [B, P]: the prompts, their last tokens included. The first step runs those again,
-        # as each step runs the newest token, and overwrites what the target's cache holds of them.
+        # [B, L] -> [B, P]: the prompts, last tokens included. The first step runs those again, as
+        # each step runs the newest token, and overwrites what the target's cache holds of them.
         rows = Rows(batch.token_ids[:, :prompt_size], zeros)
         ((_, features),), target = self.run(params, [rows], empty.target, length)
         # Every prompt ends in these rows, so no token follows them: any id will do.
