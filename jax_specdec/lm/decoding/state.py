@@ -139,7 +139,7 @@ class DecodeState:
     def without_drafts(self, requests: jax.Array) -> DecodeState:
         """Returns the state without the drafts of some requests, ``[B]`` bool, nor their store."""
         proposal = self.proposal
-        # A step may be under way, of all slots or of some.
+        # Between the halves of a step there are drafts, of all slots or of some.
         if proposal is not None:
             # [B] -> [R] -> [R, 1]
             is_left_out = take_slots(requests, proposal.slots)[:, None]
