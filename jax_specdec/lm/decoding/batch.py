@@ -1,4 +1,9 @@
-"""The sequences of a batch while they grow."""
+"""`Batch`: the sequences of a batch while they grow, and what their requests ask for.
+
+It is the part of a `DecodeState` that does not depend on models. `Decoder` gives what it holds to
+the drafter and to the verification (`Batch.context`), and `append` adds what a step emits, ends
+requests and makes the step's `StepRecord`.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +106,8 @@ class Batch:
         """Returns what the drafter and the target are given for a step."""
         changes_rows = self.options.changes_rows
         if changes_rows is not None:
-            changes_rows = jnp.any(changes_rows & ~self.done)  # [B] -> []
+            # [B] -> []: processors are not applied while no request that runs asks for any
+            changes_rows = jnp.any(changes_rows & ~self.done)
         return DraftContext(
             token_ids=self.token_ids,
             lengths=self.lengths,
@@ -133,24 +139,26 @@ def append(
     Returns:
       The batch and the record of the step.
     """
+    # [B, n+1]: the accepted drafts, one token more, then -1
     emitted = output.token_ids
     options = batch.options
+    # [B]: a stop token or the budget may cut what was emitted; a stop token itself is kept
     num_kept, stopped = truncate(
         emitted,
         output.num_emitted,
         stop_token_ids=options.stop_token_ids,
         max_tokens=batch.most_new,
     )
-    offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]  # [1, K+1], in the step
+    offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]  # [1, n+1], in the step
     position = jnp.arange(batch.token_ids.shape[1], dtype=jnp.int32)[None, :]  # [1, L]
-    # [B, L]: the emitted token that is due at each position; [B, K+1] -> [B, L]
+    # [B, L]: the emitted token that is due at each position; [B, n+1] -> [B, L]
     due = position - batch.lengths[:, None]
     source = jnp.clip(due, 0, emitted.shape[1] - 1)
     is_new = (due >= 0) & (due < num_kept[:, None])
     token_ids = jnp.where(is_new, jnp.take_along_axis(emitted, source, axis=1), batch.token_ids)
     lengths = batch.lengths + num_kept
     failed = ~batch.done & (output.status != int(Status.OK))  # done requests are INACTIVE
-    is_kept = offset < num_kept[:, None]  # [B, K+1]
+    is_kept = offset < num_kept[:, None]  # [B, n+1]
     record = StepRecord(
         token_ids=jnp.where(is_kept, emitted, PLACEHOLDER_TOKEN_ID),
         num_kept=num_kept,
@@ -160,6 +168,7 @@ def append(
         num_emitted=output.num_emitted,
         logprobs=None if logprobs is None else logprobs.where(is_kept),
     )
+    # Processors count the tokens that are kept: of the record, in which the others are -1.
     if options.processors is not None:
         processors = options.processors.append(record.token_ids)
         options = dataclasses.replace(options, processors=processors)
@@ -168,6 +177,7 @@ def append(
         token_ids=token_ids,
         lengths=lengths,
         done=batch.done | stopped | failed | (lengths >= options.max_lengths),
+        # Of a request that is done the output is INACTIVE: it keeps the status it ended with.
         status=jnp.where(failed, output.status, batch.status),
         options=options,
     )

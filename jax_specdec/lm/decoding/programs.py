@@ -1,6 +1,6 @@
 """The compiled programs of an engine, which all drivers of equal engines share.
 
-Each calls a method of `Engine` under `jax.jit`. The engine is a static argument, compared by value.
+Most call a method of `Engine` under `jax.jit`. The engine is a static argument, compared by value.
 The state is donated, so its caches are changed in place. `DeviceState` is who calls them. A copy
 between host and device takes longer than to dispatch a step, so new requests go to the device as
 one array (`PackedRequests`), and what the host reads of a step comes back as one, beside
