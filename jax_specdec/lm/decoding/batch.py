@@ -139,7 +139,7 @@ def append(
     Returns:
       The batch and the record of the step.
     """
-    # [B, n+1]: the accepted drafts, one token more, then -1
+    # [B, K+1]: the accepted drafts, one token more, then -1
     emitted = output.token_ids
     options = batch.options
     # [B]: a stop token or the budget may cut what was emitted; a stop token itself is kept
@@ -149,16 +149,16 @@ def append(
         stop_token_ids=options.stop_token_ids,
         max_tokens=batch.most_new,
     )
-    offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]  # [1, n+1], in the step
+    offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]  # [1, K+1], in the step
     position = jnp.arange(batch.token_ids.shape[1], dtype=jnp.int32)[None, :]  # [1, L]
-    # [B, L]: the emitted token that is due at each position; [B, n+1] -> [B, L]
+    # [B, L]: the emitted token that is due at each position; [B, K+1] -> [B, L]
     due = position - batch.lengths[:, None]
     source = jnp.clip(due, 0, emitted.shape[1] - 1)
     is_new = (due >= 0) & (due < num_kept[:, None])
     token_ids = jnp.where(is_new, jnp.take_along_axis(emitted, source, axis=1), batch.token_ids)
     lengths = batch.lengths + num_kept
     failed = ~batch.done & (output.status != int(Status.OK))  # done requests are INACTIVE
-    is_kept = offset < num_kept[:, None]  # [B, n+1]
+    is_kept = offset < num_kept[:, None]  # [B, K+1]
     record = StepRecord(
         token_ids=jnp.where(is_kept, emitted, PLACEHOLDER_TOKEN_ID),
         num_kept=num_kept,

@@ -6,9 +6,10 @@ drafts (`score`), checks the drafts by its logits (`verdict`), and appends what 
 sequences and their caches (`accept`). `generate` carries the state through a compiled loop. An
 `Engine` is a `Decoder` whose requests come and go, and may make a step of some slots alone.
 
-In comments, B are all requests or slots of a state, R those that take part in a step (B where all
-do), n the drafts that the step has of each (K where nobody asks for fewer), and D the most of them
-that can be accepted.
+In comments, B are all requests or slots of a state, and R those that take part in a step (B where
+all do). n are the drafts that the step has of each (K where nobody asks for fewer), so a pass has
+n + 1 rows of each request. D is the most drafts that can be accepted: K, or the depth of trees.
+What a verification emits has K + 1 places, and a record D + 1, whatever n is.
 """
 
 from __future__ import annotations
@@ -279,8 +280,7 @@ class Decoder:
         """
         if last is None:
             return None
-        # [R, 1, A*H] -> [R, D+1, A*H]: the shape that every later step leaves, so that the state
-        # keeps its layout
+        # [R, 1, A*H] -> [R, D+1, A*H], the shape that every step leaves
         return Features(jnp.pad(last, ((0, 0), (0, self.most_accepted), (0, 0))), count)
 
     def step(
@@ -304,7 +304,7 @@ class Decoder:
         # [B, ...] -> [R, ...]
         batch = take_slots(state.batch, slots)
         size = batch.lengths.shape[0]
-        # n is a shape of the target's pass, so it is static.
+        # n, which is static: the target's pass has a row for each draft
         wanted = self.num_drafts if num_drafts is None else num_drafts
         has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)
         if not wanted and not has_memory:
@@ -433,7 +433,6 @@ class Decoder:
                 f"state must come from draft, because {type(self.drafter).__name__} reads the "
                 "features of every target pass, but it holds some that were not read"
             )
-        # [B, K]: no draft anywhere, of all slots
         size = state.batch.lengths.shape[0]
         ids = jnp.full((size, self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32)
         drafted = Drafted(ids, jnp.zeros((size,), jnp.int32))
@@ -455,7 +454,6 @@ class Decoder:
         assert drafted is not None
         batch = state.running
         ids = drafted.token_ids
-        # [R]: the position of the newest token
         start = batch.lengths - 1
         # [R, n] -> [R, n+1]: the newest token, which the target has not run, and the drafts. Where
         # there is no draft token 0 is run: verification ends before the logits of its row.
@@ -498,7 +496,7 @@ class Decoder:
         slots = state.slots
         # [B, ...] -> [R, ...]
         batch = state.running
-        # Known tokens stand in the place of drafts, and no drafter made those: see `_rows_of`.
+        # Known tokens are drafts that no drafter made: see `_rows_of`.
         repeats = batch.repeats
         is_forced = repeats if is_forced is None else is_forced | repeats
         drafts = self.proposals(state, is_forced)
@@ -557,7 +555,7 @@ class Decoder:
         )
         settings = CallSettings(self.config, sharding=self.model.serves.sharding)
         static = Static.of(call, settings)
-        # Tokens [R, n+1], and of trees the nodes that they follow
+        # Tokens [R, K+1], with K of the config, whatever n is; of trees also the nodes they follow
         output = verify(call, static)
         logprobs = None
         if self.logprobs is not None:
@@ -568,7 +566,7 @@ class Decoder:
         assert state.proposal is not None
         num_proposed = state.proposal.num_proposed(self.model.vocab_size)
         if self.most_accepted < self.num_drafts:
-            # [R, n+1] -> [R, D+1]: a path of a tree has at most D drafts
+            # [R, K+1] -> [R, D+1]: a path of a tree has at most D drafts
             output, logprobs = _with_fewer_tokens(output, logprobs, self.most_accepted + 1)
             num_proposed = jnp.minimum(num_proposed, self.most_accepted)
         return Verdict(output, num_proposed, logprobs)
@@ -649,12 +647,12 @@ class Decoder:
 
         Drafts are not looked at.
         """
-        none = batch.done
+        has_no_drafts = batch.done
         if not self.drafts_in_first_step:
             # `prompt_lengths` do not count what a request had generated before it left its slot, so
             # one that comes back with tokens of its own has drafts at once.
-            none |= batch.lengths == batch.options.prompt_lengths
-        return jnp.where(none, 0, batch.options.max_drafts)
+            has_no_drafts |= batch.lengths == batch.options.prompt_lengths
+        return jnp.where(has_no_drafts, 0, batch.options.max_drafts)
 
 
 def _run_as_wide_as_needed(
@@ -721,7 +719,7 @@ def _kept_features(
     if path is not None:
         # [R, n+1, A*H] -> [R, P, A*H]: -1 after the end of a path reads row 0, which is not kept
         features = jnp.take_along_axis(features, jnp.maximum(path, 0)[:, :, None], axis=1)
-    # [R, P or n+1, A*H] -> [R, most, A*H]
+    # [R, P or n+1, A*H] -> [R, most, A*H], the same for every n
     missing = most - features.shape[1]
     if missing < 0:  # no tree: tokens past the first `most` were left out
         features = features[:, :missing]
@@ -757,7 +755,7 @@ def _of_all_slots(record: StepRecord, slots: jax.Array | None, num_slots: int) -
     # [R, ...] -> [B, ...]: counts of 0 where nothing was done
     nothing = jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape[1:]), x.dtype), record)
     full = put_slots(nothing, record, slots)
-    # [B, n+1], of trees [B, D+1]: but 0 is an id, and a log-probability, so they become -1 and NaN
+    # [B, D+1]: but 0 is an id, and a log-probability, so these become -1 and NaN
     offset = jnp.arange(full.token_ids.shape[1], dtype=jnp.int32)[None, :]
     is_kept = offset < full.num_kept[:, None]
     return dataclasses.replace(
@@ -779,8 +777,8 @@ def _proposed(
     Raises:
       TypeError, ValueError: it breaks its contract.
     """
-    # A drafter may be anybody's, so what it returns is checked once for each program, when that is
-    # traced: shapes and dtypes are known then, and values are not.
+    # A drafter may be of anybody. All this is checked when a program is traced: shapes and dtypes
+    # are known then, and values are not.
     returned: Any = drafter.propose(draft_params, context, cache, store)
     name = f"{type(drafter).__name__}.propose"
     is_pair = isinstance(returned, tuple) and len(returned) == 2
@@ -800,7 +798,6 @@ def _proposed(
     # buffers that are donated are used again.
     pairs = ("store", store, proposal.store), ("cache", cache, new_cache)
     for what, given, new in pairs:
-        # Each array as a string of its dtype and shape, such as float32[4, 8]
         given, new = (
             jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
             for tree in (given, new)
@@ -829,7 +826,6 @@ def on_all_devices(arrays: _Arrays, model: CausalModel) -> _Arrays:
     everywhere = NamedSharding(sharding.mesh, P())
 
     def copied(x: jax.Array) -> jax.Array:
-        # Whoever committed it to devices has chosen them.
         if isinstance(x, jax.Array) and x.committed:
             return x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # device_put keeps keys to one process

@@ -231,8 +231,8 @@ class Engine(Decoder):
         check_int("max_prefill_requests", self.max_prefill_requests, 1)
         check_int("max_stop_tokens", self.max_stop_tokens, 0)
         if self.draft_budget is not None:
-            most = self.config.num_speculative_tokens
-            numbers = check_increasing("draft_budget", self.draft_budget, 0, most)
+            k = self.config.num_speculative_tokens
+            numbers = check_increasing("draft_budget", self.draft_budget, 0, k)
             # A list that was given becomes a tuple, which has a hash.
             object.__setattr__(self, "draft_budget", numbers)
         if self.prefill_sizes is not None:
@@ -301,8 +301,8 @@ class Engine(Decoder):
         At most `max_prefill_requests`, and no more than there are slots. Several prompts have at
         most C tokens together, and at most 512.
         """
-        most = min(self.chunk_size, _MAX_GROUP_TOKENS) // size
-        return max(1, min(self.max_prefill_requests, self.num_slots, most))
+        num_prompts = min(self.chunk_size, _MAX_GROUP_TOKENS) // size
+        return max(1, min(self.max_prefill_requests, self.num_slots, num_prompts))
 
     @property
     def admit_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -369,9 +369,9 @@ class Engine(Decoder):
                 is_free or options.temperature == 0, "temperature", must, options.temperature, hint
             )
         count = len(options.stop_token_ids)
-        most = self.max_stop_tokens
-        must = f"be at most max_stop_tokens = {most}"
-        require(count <= most, "stop_token_ids, counted,", must, count)
+        limit = self.max_stop_tokens
+        must = f"be at most max_stop_tokens = {limit}"
+        require(count <= limit, "stop_token_ids, counted,", must, count)
 
     def options_of(
         self, options: Sequence[RequestOptions], prompt_lengths: Sequence[int]
@@ -474,8 +474,8 @@ class Engine(Decoder):
         return self._enter(draft_params, state, requests, outputs[0].features)
 
     def _check_requests(self, requests: NewRequests) -> None:
-        # `pad_prompt` and `options_of` make arrays that fit. Those of another engine show in P, or
-        # in M, the number of stop tokens.
+        # What `pad_prompt` returns may be longer than C: then it comes in parts. Options of another
+        # engine show in M, the number of stop tokens.
         shape = jnp.shape(requests.prompts)
         stops = jnp.shape(requests.options.stop_token_ids)
         if len(shape) != 2 or not 1 <= shape[1] <= self.chunk_size:
@@ -535,7 +535,7 @@ class Engine(Decoder):
             held = token_ids[:, : known.shape[1]]
             token_ids = token_ids.at[:, : known.shape[1]].set(jnp.where(known >= 0, known, held))
         # Of a prompt that goes on, the length is `end + 1`: its newest token, which steps run for
-        # nothing, is the one at position `end`, where the next chunk begins.
+        # nothing, is the one at position `end`, where the next chunk begins, if not before.
         new = Batch(
             token_ids=token_ids,
             lengths=jnp.where(is_read, lengths, end + 1),
@@ -557,9 +557,9 @@ class Engine(Decoder):
             (new, new_features),
         )
         # [S, 1] and [1, R] -> [S, R] -> [S]: slots whose drafts and draft rows were of others
-        each = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None]
+        slot = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None]
         return dataclasses.replace(
-            state.without_drafts((each == slots[None, :]).any(axis=1)),
+            state.without_drafts((slot == slots[None, :]).any(axis=1)),
             batch=batch,
             features=all_features,
         )

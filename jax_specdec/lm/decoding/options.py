@@ -423,9 +423,9 @@ class OptionSizes:
         """Returns sizes for these options, powers of 2 so that calls share compilations."""
         # With those of a default request, so that there is one even if there are no requests
         needed = [_sizes(one) for one in (RequestOptions(), *options)]
-        most = {name: max(sizes[name] for sizes in needed) for name in needed[0]}
+        largest = {name: max(sizes[name] for sizes in needed) for name in needed[0]}
         # the least power of 2 that is at least n, and at least 1
-        return cls(**{name: 1 << max(0, n - 1).bit_length() for name, n in most.items()})
+        return cls(**{name: 1 << max(0, n - 1).bit_length() for name, n in largest.items()})
 
     def check(self, options: RequestOptions) -> None:
         """Checks that a request's options fit.
@@ -434,10 +434,10 @@ class OptionSizes:
           ValueError: it asks for more than there is room for.
         """
         for name, needed in _sizes(options).items():
-            most = getattr(self, name)
-            # The size that is exceeded, under the name of the option that needs it
+            size = getattr(self, name)
+            # Two sizes are of one option.
             option = "bad_words" if name == "bad_word_length" else name
-            require(needed <= most, option, f"fit option_sizes.{name} = {most}", needed)
+            require(needed <= size, option, f"fit option_sizes.{name} = {size}", needed)
 
 
 def _sizes(options: RequestOptions) -> dict[str, int]:

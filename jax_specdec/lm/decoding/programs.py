@@ -46,7 +46,7 @@ def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, S
         state.batch.done.astype(jnp.int32),
         state.batch.status,
     )
-    # [S, K+1], five [S] -> [S, K+6]; with n + 1 or D + 1 tokens of fewer drafts or of trees, fewer
+    # [S, K+1], five [S] -> [S, K+6]; of trees, whose paths are shorter, D + 1 and D + 6
     numbers = jnp.concatenate([record.token_ids, jnp.stack(columns, axis=1)], axis=1)
     draft_rates = state.draft_rates
     rates = None if draft_rates is None else draft_rates.values

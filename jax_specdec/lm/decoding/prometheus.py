@@ -112,8 +112,8 @@ class PrometheusExporter:
         is_registry = registry is None or hasattr(registry, "register")
         must = "be a CollectorRegistry of prometheus_client"
         require(is_registry, "registry", must, registry, error=TypeError)
-        # One attribute for both, replaced by one assignment: a scrape in another thread sees the two
-        # of one call. It is there before `register`, after which a scrape may come at once.
+        # One attribute for both, replaced by one assignment: a scrape in another thread sees a pair.
+        # It is there before `register`, after which a scrape may come at once.
         self._published: tuple[AcceptanceStats, ServingStats | None] | None = None
         try:
             (prometheus_client.REGISTRY if registry is None else registry).register(self)
@@ -133,8 +133,8 @@ class PrometheusExporter:
 
     def describe(self) -> Iterator[Any]:
         """Yields metrics without values; prometheus_client calls this when it registers them."""
-        none = AcceptanceStats((0,), (0,), (0,), num_tokens=0, num_verifications=0)
-        return self._families(none, ServingStats(num_slots=0))
+        no_stats = AcceptanceStats((0,), (0,), (0,), num_tokens=0, num_verifications=0)
+        return self._families(no_stats, ServingStats(num_slots=0))
 
     def collect(self) -> Iterator[Any]:
         """Yields metrics; prometheus_client calls this for every scrape. None before `publish`."""
