@@ -516,7 +516,7 @@ class Decoder:
         """Returns the drafts of a state, with what each was drawn from; forced ones without."""
         drafted = state.proposal
         assert drafted is not None
-        # [R, n] -> [R n], one request after another, so that request b owns n + 1 rows of logits
+        # [R, n] -> [R*n], one request after another; request b owns n + 1 rows of logits
         drafts = Drafts.from_dense(drafted.token_ids, parents=drafted.parents)
         if state.store is None:
             return drafts
@@ -542,7 +542,7 @@ class Decoder:
         """
         batch = state.running
         context = batch.context(self.config)
-        # [R, n+1, V] -> [R (n+1), V]: the last row of a request is that of its bonus token
+        # [R, n+1, V] -> [R*(n+1), V]: the last row of a request is that of its bonus token
         logits = logits.reshape(-1, logits.shape[-1])
         call = CallArrays(
             target_logits=context.processed(logits, drafts),

@@ -113,6 +113,7 @@ class NewRequests:
         return jnp.asarray(self._or_zeros(self.next_token_ids), jnp.int32)
 
     def _or_zeros(self, values: jax.Array | None) -> jax.Array:
+        """Returns values ``[R]``; zeros if they are None."""
         return jnp.zeros(jnp.shape(self.slots), jnp.int32) if values is None else values
 
 
@@ -474,6 +475,7 @@ class Engine(Decoder):
         return self._enter(draft_params, state, requests, outputs[0].features)
 
     def _check_requests(self, requests: NewRequests) -> None:
+        """Checks the shapes of new requests, and that tokens are known of an exact engine alone."""
         # What `pad_prompt` returns may be longer than C: then it comes in parts. Options of another
         # engine show in M, the number of stop tokens.
         shape = jnp.shape(requests.prompts)
@@ -565,10 +567,12 @@ class Engine(Decoder):
         )
 
     def _check_target_cache(self, state: DecodeState) -> None:
+        """Checks that a state has a cache of this target, for S requests and L positions."""
         sizes = state.batch.token_ids.shape
         check_cache("state.target_cache", self.model, state.target_cache, *sizes)
 
     def _check_draft_cache(self, state: DecodeState) -> None:
+        """Checks that a state has a cache of this drafter, for S requests and L positions."""
         sizes = state.batch.token_ids.shape
         check_cache("state.draft_cache", self.drafter, state.draft_cache, *sizes)
 
@@ -721,4 +725,5 @@ class Engine(Decoder):
 
 
 def _with_options(state: DecodeState, options: BatchOptions) -> DecodeState:
+    """Returns the state with other options in its batch."""
     return dataclasses.replace(state, batch=dataclasses.replace(state.batch, options=options))

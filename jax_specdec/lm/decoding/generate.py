@@ -400,6 +400,7 @@ def _as_returned(record: StepRecord) -> StepRecord:
 def _step(
     decoder: Decoder, params: Params, draft_params: Params, state: DecodeState
 ) -> tuple[DecodeState, StepRecord]:
+    """Makes one step of `generate_stream`, a program of its own."""
     state, record = decoder.step(params, draft_params, state)
     return state, _as_returned(record)
 

@@ -112,7 +112,7 @@ class PrometheusExporter:
         is_registry = registry is None or hasattr(registry, "register")
         must = "be a CollectorRegistry of prometheus_client"
         require(is_registry, "registry", must, registry, error=TypeError)
-        # One attribute for both, replaced by one assignment: a scrape in another thread sees a pair.
+        # One attribute for both, replaced by one assignment: a scrape in another thread reads both.
         # It is there before `register`, after which a scrape may come at once.
         self._published: tuple[AcceptanceStats, ServingStats | None] | None = None
         try:
