@@ -1,4 +1,9 @@
-"""The sequences of a batch while they grow."""
+"""`Batch`: the sequences of a batch while they grow, and what their requests ask for.
+
+It is the part of a `DecodeState` that does not depend on models. `Decoder` gives what it holds to
+the drafter and to the verification (`Batch.context`), and `append` adds what a step emits, ends
+requests and makes the step's `StepRecord`.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +106,8 @@ class Batch:
         """Returns what the drafter and the target are given for a step."""
         changes_rows = self.options.changes_rows
         if changes_rows is not None:
-            changes_rows = jnp.any(changes_rows & ~self.done)  # [B] -> []
+            # [B] -> []: processors are not applied while no request that runs asks for any
+            changes_rows = jnp.any(changes_rows & ~self.done)
         return DraftContext(
             token_ids=self.token_ids,
             lengths=self.lengths,
@@ -133,8 +139,10 @@ def append(
     Returns:
       The batch and the record of the step.
     """
+    # [B, K+1]: the accepted drafts, one token more, then -1
     emitted = output.token_ids
     options = batch.options
+    # [B]: a stop token or the budget may cut what was emitted; a stop token itself is kept
     num_kept, stopped = truncate(
         emitted,
         output.num_emitted,
@@ -160,6 +168,7 @@ def append(
         num_emitted=output.num_emitted,
         logprobs=None if logprobs is None else logprobs.where(is_kept),
     )
+    # Processors count the tokens that are kept: of the record, in which the others are -1.
     if options.processors is not None:
         processors = options.processors.append(record.token_ids)
         options = dataclasses.replace(options, processors=processors)
@@ -168,6 +177,7 @@ def append(
         token_ids=token_ids,
         lengths=lengths,
         done=batch.done | stopped | failed | (lengths >= options.max_lengths),
+        # Of a request that is done the output is INACTIVE: it keeps the status it ended with.
         status=jnp.where(failed, output.status, batch.status),
         options=options,
     )

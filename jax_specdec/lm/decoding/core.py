@@ -1,4 +1,16 @@
-"""The one step of every decoding loop: draft, verify, append."""
+"""`Decoder`: the one step of every decoding loop: draft, verify, append.
+
+A step is a pure function of a `DecodeState`. Its first half, `draft`, has the drafter propose up to
+K tokens of each request. Its second half, `verify`, runs the target over the newest token and the
+drafts (`score`), checks the drafts by its logits (`verdict`), and appends what is emitted to the
+sequences and their caches (`accept`). `generate` carries the state through a compiled loop. An
+`Engine` is a `Decoder` whose requests come and go, and may make a step of some slots alone.
+
+In comments, B are all requests or slots of a state, and R those that take part in a step (B where
+all do). n are the drafts that the step has of each (K where nobody asks for fewer), so a pass has
+n + 1 rows of each request. D is the most drafts that can be accepted: K, or the depth of trees.
+What a verification emits has K + 1 places, and a record D + 1, whatever n is.
+"""
 
 from __future__ import annotations
 
@@ -158,10 +170,11 @@ class Decoder:
                     "params must be the target's weights, because the drafter reads features, but "
                     "it is None"
                 )
-            one = Rows(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32))
+            # A pass over one token, of which only shapes are computed, says A*H and the dtype.
+            rows = Rows(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32))
             cache = self.model.init_cache(1, 1)
-            (like,), _ = jax.eval_shape(lambda p: self.run(p, [one], cache, 1), params)
-            # [R, 1, A*H]
+            (like,), _ = jax.eval_shape(lambda p: self.run(p, [rows], cache, 1), params)
+            # [1, 1, A*H] -> [R, 1, A*H]
             features = jnp.zeros((num_requests, 1, like.features.shape[2]), like.features.dtype)
         return Caches(
             self.model.init_cache(num_requests, length),
@@ -179,6 +192,7 @@ class Decoder:
             draft_cache=caches.draft,
             store=self.drafter.init_store(draft_params, size, self.config),
             counters=AcceptanceCounters.create(self.most_accepted),
+            # [B]: each has one row of features, but a prompt of one token has none
             features=self.first_features(caches.features, jnp.minimum(batch.lengths - 1, 1)),
         )
 
@@ -193,10 +207,14 @@ class Decoder:
         empty = self.empty_caches(params, *batch.token_ids.shape)
         length = batch.token_ids.shape[1]
         zeros = jnp.zeros_like(batch.lengths)
+        # [B, L] -> [B, P]: the prompts, last tokens included. The first step runs those again, as
+        # each step runs the newest token, and overwrites what the target's cache holds of them.
         rows = Rows(batch.token_ids[:, :prompt_size], zeros)
         ((_, features),), target = self.run(params, [rows], empty.target, length)
+        # Every prompt ends in these rows, so no token follows them: any id will do.
         following = None if features is None else zeros
         draft = self.drafter.prefill(draft_params, rows, empty.draft, features, following)
+        # [B, P, A*H] -> [B, 1, A*H]
         last = None if features is None else features_of_last(features, batch.lengths, zeros)[0]
         return self.state_of(draft_params, batch, Caches(target, draft, last))
 
@@ -231,14 +249,17 @@ class Decoder:
           features: ``[R, P, A*H]``, of these tokens; None if the drafter reads none.
           next_token_ids: ``[R]`` int32, the token after these; any id after the last of a prompt.
         """
+        # A drafter pairs features with the next token: without the former it is not given these.
         following = None if features is None else next_token_ids
         serves = self.drafter.serves
 
         def read(rows: Rows, cache: Cache) -> Cache:
             return self.drafter.prefill(draft_params, rows, cache, features, following)
 
+        # A drafter that serves slots finds them in the cache of all, which is changed in place.
         if serves.slots:
             return dataclasses.replace(state, draft_cache=read(prompts, state.draft_cache))
+        # Any other sees the caches of the R slots alone, which are taken out and put back.
         alone = prompts._replace(slots=None)
         draft_cache, _ = run_in_slots(
             self.drafter,
@@ -259,6 +280,7 @@ class Decoder:
         """
         if last is None:
             return None
+        # [R, 1, A*H] -> [R, D+1, A*H], the shape that every step leaves
         return Features(jnp.pad(last, ((0, 0), (0, self.most_accepted), (0, 0))), count)
 
     def step(
@@ -279,15 +301,19 @@ class Decoder:
         slots: jax.Array | None = None,
     ) -> DecodeState:
         """Does the first half of `step`; see `Engine.draft`."""
+        # [B, ...] -> [R, ...]
         batch = take_slots(state.batch, slots)
         size = batch.lengths.shape[0]
+        # n, which is static: the target's pass has a row for each draft
         wanted = self.num_drafts if num_drafts is None else num_drafts
         has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)
         if not wanted and not has_memory:
+            # [R, 0]; of an exact decoder `_rows_of` makes it [R, K]
             ids = jnp.zeros((size, 0), jnp.int32)
             drafted = Drafted(self._rows_of(batch, ids), jnp.zeros((size,), jnp.int32), None, slots)
             return dataclasses.replace(state, proposal=drafted)
-        # A drafter with a memory reads the newest tokens even where no draft is wanted.
+        # A drafter with a memory reads the newest tokens even where no draft is wanted. A config
+        # has at least one draft, so it drafts one, which is cut off below.
         config = self.config
         if max(wanted, 1) < self.num_drafts:
             config = with_fewer_drafts(self.config, max(wanted, 1))
@@ -296,29 +322,35 @@ class Decoder:
             batch.context(config),
             features=None if features is None else features.values,
             num_features=None if features is None else features.lengths,
+            # The step before may have had all K drafts, however few this one has.
             most_unread=self.num_drafts + 1,
         )
+        # The cache of all slots: such a drafter finds those of the context in it.
         if self.drafter.serves.reads_target_cache:
             context = dataclasses.replace(context, target_cache=state.target_cache)
         proposal, draft_cache = self._propose(draft_params, context, state, slots)
-        most = self._max_drafts(batch)
-        # [B, K]: drafts past a request's own limit become none
-        is_allowed = jnp.arange(wanted, dtype=jnp.int32)[None, :] < most[:, None]
+        limits = self._max_drafts(batch)
+        # [R, max(n, 1)] -> [R, n]: drafts past a request's own limit become none. The best nodes of
+        # a tree come first, and parents before children, so those that are left are a tree, too.
+        is_allowed = jnp.arange(wanted, dtype=jnp.int32)[None, :] < limits[:, None]
         ids = jnp.where(is_allowed, proposal.token_ids[:, :wanted], PLACEHOLDER_TOKEN_ID)
         parents = proposal.parents
         drafted = Drafted(
             token_ids=self._rows_of(batch, ids),
-            max_drafts=jnp.minimum(most, wanted),
+            max_drafts=jnp.minimum(limits, wanted),
             parents=parents[:, :wanted] if parents is not None and wanted else None,
             slots=slots,
         )
         store = proposal.store
         if store is not None:
-            store = store.evict(put_slots(jnp.zeros_like(state.batch.done), most == 0, slots))
+            # [R] -> [B]: rows that were drawn for drafts which are all dropped are not valid
+            store = store.evict(put_slots(jnp.zeros_like(state.batch.done), limits == 0, slots))
         return dataclasses.replace(
             state,
             draft_cache=draft_cache,
             store=store,
+            # The drafter has read them, and `committed` brings new ones. In a step of some slots it
+            # puts those into their places, and the other slots keep theirs.
             features=None if slots is None else state.features,
             proposal=drafted,
         )
@@ -340,17 +372,22 @@ class Decoder:
         serves = self.drafter.serves
         if slots is None:
             return _proposed(self.drafter, draft_params, context, cache, store)
-        own_store = None if store is None else store.empty(slots.shape[0])
+        # A drafter writes the rows of request b to slot b of a store: of K * R rows, not K * B.
+        slots_store = None if store is None else store.empty(slots.shape[0])
         if serves.slots:
             context = dataclasses.replace(context, slots=slots)
-            proposal, cache = _proposed(self.drafter, draft_params, context, cache, own_store)
+            proposal, cache = _proposed(self.drafter, draft_params, context, cache, slots_store)
         else:
+            # The caches of R requests, out of that of B, and back
             like = jax.eval_shape(lambda: self.drafter.init_cache(*context.token_ids.shape))
-            own = take_cache(cache, like, slots, serves.batch_axis)
-            proposal, own = _proposed(self.drafter, draft_params, context, own, own_store)
-            cache = put_cache(cache, own, slots, serves.batch_axis)
+            slots_cache = take_cache(cache, like, slots, serves.batch_axis)
+            proposal, slots_cache = _proposed(
+                self.drafter, draft_params, context, slots_cache, slots_store
+            )
+            cache = put_cache(cache, slots_cache, slots, serves.batch_axis)
         if store is None or proposal.store is None:
             return proposal, cache
+        # K * R rows into K * B, of which the other slots keep theirs
         return proposal._replace(store=store.put(proposal.store, slots)), cache
 
     def _rows_of(self, batch: Batch, ids: jax.Array) -> jax.Array:
@@ -360,10 +397,12 @@ class Decoder:
         again, in passes of the shape that said them first.
         """
         if self.exact:
+            # [R, n] -> [R, K]
             missing = self.num_drafts - ids.shape[1]
             ids = jnp.pad(ids, ((0, 0), (0, missing)), constant_values=PLACEHOLDER_TOKEN_ID)
         if batch.known_lengths is not None:
-            # [R, K]: the tokens after the newest one, as far as they are known
+            # [R, K]: the tokens after the newest one, as far as they are known. That one is at
+            # position `lengths - 1`, so draft i has the position `lengths + i`.
             place = batch.lengths[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
             known = jnp.take_along_axis(batch.token_ids, place, axis=1, mode="clip")
             ids = jnp.where(place < batch.known_lengths[:, None], known, ids)
@@ -416,18 +455,22 @@ class Decoder:
         batch = state.running
         ids = drafted.token_ids
         start = batch.lengths - 1
-        # [B, K+1]: the newest token, which the target has not run, and the drafts
+        # [R, n] -> [R, n+1]: the newest token, which the target has not run, and the drafts. Where
+        # there is no draft token 0 is run: verification ends before the logits of its row.
         newest = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
         tokens = jnp.concatenate([newest, jnp.maximum(ids, 0)], axis=1)
+        # [R, n] -> depths [R, n+1] and masks [R, n+1, 2] of the nodes, node 0 the newest token
         tree = None if drafted.parents is None else TreeRows.of(drafted.parents)
         num_rows = tokens.shape[1]
         if self.exact:
-            # [B, K+1] -> [B, S]: rows that are not read
+            # [R, K+1] -> [R, S]: rows that are not read. They write to the cache past the drafts,
+            # where the next pass writes before anything is seen.
             tokens = jnp.pad(tokens, ((0, 0), (0, self.num_rows - num_rows)))
         groups = [Rows(tokens, start, drafted.slots, tree), *prompts]
         length = batch.token_ids.shape[1]
-        # Only for a batch of one, or with a draft budget, whose widths depend on the load.
-        # Otherwise the last bits of float32 sums would depend on a request's neighbours.
+        # A pass may be narrow where nobody has drafts, but only for a batch of one, or with a draft
+        # budget, whose widths depend on the load. Otherwise the last bits of float32 sums would
+        # depend on a request's neighbours.
         is_free = tokens.shape[0] == 1 or state.draft_rates is not None
         is_free = is_free and not self.exact
         if self.drafter.serves.may_abstain and ids.size and is_free and not prompts:
@@ -437,7 +480,7 @@ class Decoder:
         else:
             outputs, cache = self.run(params, groups, state.target_cache, length)
         if self.exact:
-            # [B, S, ...] -> [B, K+1, ...], outside of the pass: else XLA leaves rows out in it
+            # [R, S, ...] -> [R, K+1, ...], outside of the pass: else XLA leaves rows out in it
             whole = lax.optimization_barrier(outputs[0])
             outputs[0] = jax.tree.map(lambda x: x[:, :num_rows], whole)
         return dataclasses.replace(state, target_cache=cache), outputs
@@ -451,14 +494,19 @@ class Decoder:
     ) -> tuple[DecodeState, StepRecord]:
         """Checks the drafts by what `score` says, and appends: the second half of `verify`."""
         slots = state.slots
+        # [B, ...] -> [R, ...]
         batch = state.running
+        # Known tokens are drafts that no drafter made: see `_rows_of`.
         repeats = batch.repeats
         is_forced = repeats if is_forced is None else is_forced | repeats
         drafts = self.proposals(state, is_forced)
         verdict = self.verdict(state, drafts, scored.logits, token_bitmask)
+        # `batch` is now after the step. `state.batch` stays before it until the end: `learned` and
+        # `committed` take the lengths and the drafts of the pass from there.
         batch, record = append(batch, verdict.output, verdict.num_proposed, verdict.logprobs)
         state = self.learned(state, drafts, verdict.output, record, is_forced)
         state = self.committed(state, scored.features, verdict.output.path, record.num_kept)
+        # [R, ...] -> [B, ...]: the other slots stay as they are, and their records are empty
         num_slots = state.batch.done.shape[0]
         batch = put_slots(state.batch, batch, slots)
         state = dataclasses.replace(state, batch=batch, proposal=None)
@@ -468,11 +516,14 @@ class Decoder:
         """Returns the drafts of a state, with what each was drawn from; forced ones without."""
         drafted = state.proposal
         assert drafted is not None
+        # [R, n] -> [R*n], one request after another; request b owns n + 1 rows of logits
         drafts = Drafts.from_dense(drafted.token_ids, parents=drafted.parents)
         if state.store is None:
             return drafts
         slots = drafted.slots
         batch = state.running
+        # [R] -> [B]: their rows are left out here alone, and the state keeps its store. A row is
+        # otherwise valid if it was drawn at this length and temperature.
         is_forced = put_slots(jnp.zeros_like(state.batch.done), is_forced, slots)
         sampling = batch.options.sampling
         return state.store.evict(is_forced).attach_rows(drafts, batch.lengths, sampling, slots)
@@ -485,16 +536,18 @@ class Decoder:
         Args:
           state: whose drafts they are.
           drafts: from `proposals`.
-          logits: ``[B, S, V]``, of each request's newest token and drafts.
-          token_bitmask: ``[B*S, ceil(V/32)]`` uint32, as for `Engine.verify`; None for all tokens.
+          logits: ``[R, n+1, V]``, of each request's newest token and n drafts.
+          token_bitmask: ``[R*(n+1), ceil(V/32)]`` uint32, as for `Engine.verify`; None for all
+            tokens.
         """
         batch = state.running
         context = batch.context(self.config)
-        # [B, S, V] -> [B S, V]
+        # [R, n+1, V] -> [R*(n+1), V]: the last row of a request is that of its bonus token
         logits = logits.reshape(-1, logits.shape[-1])
         call = CallArrays(
             target_logits=context.processed(logits, drafts),
             drafts=drafts,
+            # Noise belongs to a key and a position: the first draft's is the length.
             randomness=(batch.keys, batch.lengths),
             sampling=context.sampling,
             active=~batch.done,
@@ -502,18 +555,21 @@ class Decoder:
         )
         settings = CallSettings(self.config, sharding=self.model.serves.sharding)
         static = Static.of(call, settings)
+        # Tokens [R, K+1], with K of the config, whatever n is; of trees also the nodes they follow
         output = verify(call, static)
-        found = None
+        logprobs = None
         if self.logprobs is not None:
+            # The rows from before the processors, which are those of the model
             if self.logprobs.distribution == "raw":
                 call = dataclasses.replace(call, target_logits=logits)
-            found = emitted_logprobs(call, static, output, self.logprobs)
+            logprobs = emitted_logprobs(call, static, output, self.logprobs)
         assert state.proposal is not None
         num_proposed = state.proposal.num_proposed(self.model.vocab_size)
         if self.most_accepted < self.num_drafts:
-            output, found = _with_fewer_tokens(output, found, self.most_accepted + 1)
+            # [R, K+1] -> [R, D+1]: a path of a tree has at most D drafts
+            output, logprobs = _with_fewer_tokens(output, logprobs, self.most_accepted + 1)
             num_proposed = jnp.minimum(num_proposed, self.most_accepted)
-        return Verdict(output, num_proposed, found)
+        return Verdict(output, num_proposed, logprobs)
 
     def committed(
         self,
@@ -526,22 +582,25 @@ class Decoder:
 
         Args:
           state: with the cache of the pass, and the batch before it.
-          features: ``[B, S, A*H]``, of the pass; None if the drafter reads none.
-          path: ``[B, P]`` int32, the nodes that were accepted; None for chains.
-          num_kept: ``[B]`` int32, tokens that were appended.
+          features: ``[R, n+1, A*H]``, of the pass; None if the drafter reads none.
+          path: ``[R, P]`` int32, the nodes that were accepted; None for chains.
+          num_kept: ``[R]`` int32, tokens that were appended.
         """
         slots = state.slots
+        # The cache of a chain holds the tokens where they belong already. What was rejected lies at
+        # positions that the next pass overwrites. The nodes of a path have to be moved together.
         if path is not None:
             start = state.batch.lengths - 1
             # [R, P] -> [B, P]: no path of the other slots
-            none = jnp.full((*start.shape, path.shape[1]), -1, jnp.int32)
-            every = put_slots(none, path, slots)
-            cache = self.model.commit(state.target_cache, start, every)
+            no_paths = jnp.full((*start.shape, path.shape[1]), -1, jnp.int32)
+            paths = put_slots(no_paths, path, slots)
+            cache = self.model.commit(state.target_cache, start, paths)
             state = dataclasses.replace(state, target_cache=cache)
         if features is None:
             return state
-        kept = _kept_features(features, path, num_kept, self.most_accepted + 1)
-        new: Features | None = Features(kept, num_kept)
+        # [R, n+1, A*H] -> [R, D+1, A*H]: for the next `draft`, as many rows as tokens were kept
+        values = _kept_features(features, path, num_kept, self.most_accepted + 1)
+        new: Features | None = Features(values, num_kept)
         return dataclasses.replace(state, features=put_slots(state.features, new, slots))
 
     def learned(
@@ -557,10 +616,12 @@ class Decoder:
         Args:
           state: with the drafts, and the batch before the verification.
           drafts: from `proposals`.
-          is_forced: ``[B]`` bool, requests whose drafts no drafter made: nothing is learned of it.
+          is_forced: ``[R]`` bool, requests whose drafts no drafter made: nothing is learned of it.
         """
         batch = state.running
+        # [R]: not of one that is done or has failed, which emits nothing
         has_own_drafts = (output.num_emitted > 0) & ~is_forced
+        # [R]: 0 for what is generated again, which was counted before
         is_new = (~batch.repeats).astype(jnp.int32)
         counters = state.counters.update(
             num_proposed=record.num_proposed * is_new,
@@ -575,6 +636,8 @@ class Decoder:
         if state.draft_rates is None:
             return state
         assert state.proposal is not None
+        # [R]: drafts that might have been made, not those that were. So a lookup that finds nothing
+        # counts as a rejection at the first place, and its rate says what a draft would bring.
         offered = jnp.where(has_own_drafts, state.proposal.max_drafts, 0)
         rates = state.draft_rates.update(offered, output.num_accepted, output.path)
         return dataclasses.replace(state, draft_rates=rates)
@@ -584,10 +647,12 @@ class Decoder:
 
         Drafts are not looked at.
         """
-        none = batch.done
+        has_no_drafts = batch.done
         if not self.drafts_in_first_step:
-            none |= batch.lengths == batch.options.prompt_lengths
-        return jnp.where(none, 0, batch.options.max_drafts)
+            # `prompt_lengths` do not count what a request had generated before it left its slot, so
+            # one that comes back with tokens of its own has drafts at once.
+            has_no_drafts |= batch.lengths == batch.options.prompt_lengths
+        return jnp.where(has_no_drafts, 0, batch.options.max_drafts)
 
 
 def _run_as_wide_as_needed(
@@ -605,16 +670,17 @@ def _run_as_wide_as_needed(
         return output, cache
 
     def narrow(cache: Cache) -> tuple[Output, Cache]:
-        # [B, 1]: node 0 of a tree is a chain
+        # [R, n+1] -> [R, 1]: node 0 of a tree is a chain
         newest = rows._replace(token_ids=rows.token_ids[:, :1], tree=None)
         (output,), cache = decoder.run(params, [newest], cache, length)
-        # [B, 1, ...] -> [B, K+1, ...]: rows that are not read hold zeros
+        # [R, 1, ...] -> [R, n+1, ...], as of a wide pass: rows that are not read hold zeros
         num_missing = ids.shape[1]
         padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, num_missing), (0, 0))), output)
         return padded, cache
 
     if platform != "cpu":
         return wide(cache)
+    # [R, n] -> []: proposals end at the first -1, so the first place says whether there are any
     has_drafts = jnp.any(ids[:, 0] >= 0)
     result: tuple[Output, Cache] = lax.cond(has_drafts, wide, narrow, cache)
     return result
@@ -638,26 +704,28 @@ def features_of_last(
     is_here = (row >= 0) & (row < features.shape[1])
     place = jnp.maximum(row, 0)[:, None, None]
     # [R, P, A*H] -> [R, 1, A*H]
-    one = jnp.take_along_axis(features, place, axis=1, mode="clip")
-    return jnp.where(is_here[:, None, None], one, 0), is_here.astype(jnp.int32)
+    last = jnp.take_along_axis(features, place, axis=1, mode="clip")
+    return jnp.where(is_here[:, None, None], last, 0), is_here.astype(jnp.int32)
 
 
 def _kept_features(
     features: jax.Array, path: jax.Array | None, num_kept: jax.Array, most: int
 ) -> jax.Array:
-    """Returns ``[B, most, A*H]``, features of the rows whose tokens were kept; zeros after them.
+    """Returns ``[R, most, A*H]``, features of the rows whose tokens were kept; zeros after them.
 
-    The rows are those of ``path [B, P]``, or without it the first ``num_kept [B]``; most is D + 1.
+    Of ``features [R, n+1, A*H]`` these are the rows of ``path [R, P]``, or without it the first
+    ``num_kept [R]``; most is D + 1.
     """
     if path is not None:
-        # [B, S, A*H] -> [B, P, A*H]
+        # [R, n+1, A*H] -> [R, P, A*H]: -1 after the end of a path reads row 0, which is not kept
         features = jnp.take_along_axis(features, jnp.maximum(path, 0)[:, :, None], axis=1)
+    # [R, P or n+1, A*H] -> [R, most, A*H], the same for every n
     missing = most - features.shape[1]
     if missing < 0:  # no tree: tokens past the first `most` were left out
         features = features[:, :missing]
     if missing > 0:
         features = jnp.pad(features, ((0, 0), (0, missing), (0, 0)))
-    # [1, most, 1] < [B, 1, 1]: rows that were not kept may be NaN
+    # [1, most, 1] < [R, 1, 1]: rows that were not kept may be NaN
     row = jnp.arange(most, dtype=jnp.int32)[None, :, None]
     return jnp.where(row < num_kept[:, None, None], features, 0)
 
@@ -684,15 +752,16 @@ def _of_all_slots(record: StepRecord, slots: jax.Array | None, num_slots: int) -
     """Returns the record of all slots, of that of some: the others have kept nothing."""
     if slots is None:
         return record
+    # [R, ...] -> [B, ...]: counts of 0 where nothing was done
     nothing = jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape[1:]), x.dtype), record)
-    found = put_slots(nothing, record, slots)
-    # [S, K+1]
-    offset = jnp.arange(found.token_ids.shape[1], dtype=jnp.int32)[None, :]
-    is_kept = offset < found.num_kept[:, None]
+    full = put_slots(nothing, record, slots)
+    # [B, D+1]: but 0 is an id, and a log-probability, so these become -1 and NaN
+    offset = jnp.arange(full.token_ids.shape[1], dtype=jnp.int32)[None, :]
+    is_kept = offset < full.num_kept[:, None]
     return dataclasses.replace(
-        found,
-        token_ids=jnp.where(is_kept, found.token_ids, PLACEHOLDER_TOKEN_ID),
-        logprobs=None if found.logprobs is None else found.logprobs.where(is_kept),
+        full,
+        token_ids=jnp.where(is_kept, full.token_ids, PLACEHOLDER_TOKEN_ID),
+        logprobs=None if full.logprobs is None else full.logprobs.where(is_kept),
     )
 
 
@@ -708,6 +777,8 @@ def _proposed(
     Raises:
       TypeError, ValueError: it breaks its contract.
     """
+    # A drafter may be of anybody. All this is checked when a program is traced: shapes and dtypes
+    # are known then, and values are not.
     returned: Any = drafter.propose(draft_params, context, cache, store)
     name = f"{type(drafter).__name__}.propose"
     is_pair = isinstance(returned, tuple) and len(returned) == 2
@@ -723,6 +794,8 @@ def _proposed(
     require(is_tree == wanted, f"the parents of {name}", must, proposal.parents, error=TypeError)
     if is_tree:
         check_array(f"the parents of {name}", proposal.parents, "[B, K] int32", sizes)
+    # What the state carries keeps its structure, shapes and dtypes: a `while_loop` demands it, and
+    # buffers that are donated are used again.
     pairs = ("store", store, proposal.store), ("cache", cache, new_cache)
     for what, given, new in pairs:
         given, new = (
@@ -760,5 +833,5 @@ def on_all_devices(arrays: _Arrays, model: CausalModel) -> _Arrays:
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         return put(x, everywhere)
 
-    found: _Arrays = jax.tree.map(copied, arrays)
-    return found
+    placed: _Arrays = jax.tree.map(copied, arrays)
+    return placed

@@ -1,4 +1,11 @@
-"""Continuous batching as pure functions: requests come and go in a fixed number of slots."""
+"""`Engine`: continuous batching as pure functions of a state with a fixed number of slots.
+
+`admit` reads prompts (`NewRequests`) into slots, `step` drafts and verifies for all requests in
+slots, and `release` empties slots. Every shape is fixed by the engine's sizes, so each function is
+compiled once for each shape that it is called with. The step itself is that of `Decoder`. What is
+added here is who is in which slot, and what may be read when. `programs` has the compiled forms,
+`EngineDriver` the loop on the host, and `schedule.plan` says what that calls next.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +47,7 @@ from jax_specdec.lm.models.protocol import (
     check_params,
 )
 
+# Without `prefill_sizes`: the least size of prompts, and the one size of an exact engine.
 _SMALLEST_PREFILL = 32
 _EXACT_PREFILL = 128
 _MAX_GROUP_TOKENS = 512
@@ -105,6 +113,7 @@ class NewRequests:
         return jnp.asarray(self._or_zeros(self.next_token_ids), jnp.int32)
 
     def _or_zeros(self, values: jax.Array | None) -> jax.Array:
+        """Returns values ``[R]``; zeros if they are None."""
         return jnp.zeros(jnp.shape(self.slots), jnp.int32) if values is None else values
 
 
@@ -209,6 +218,9 @@ class Engine(Decoder):
         inputs.check_drafter(self.drafter, self.config)
         inputs.check_trees(self.model, self.drafter, self.config)
         check_batch_axis("drafter", self.drafter, self.drafter.serves.batch_axis)
+        # A drafter with a history drafts by what others generated. Under the synthetic rule every
+        # text depends on its drafts, also a greedy one, so the rule is refused. Under the standard
+        # and block rules only a sampled text does: `check_options` refuses such requests.
         method = self.config.rejection_sample_method
         depends = self.drafter.serves.has_history and method == "synthetic"
         must = "be a rule whose text does not depend on drafts, because the drafter has a history"
@@ -220,11 +232,13 @@ class Engine(Decoder):
         check_int("max_prefill_requests", self.max_prefill_requests, 1)
         check_int("max_stop_tokens", self.max_stop_tokens, 0)
         if self.draft_budget is not None:
-            most = self.config.num_speculative_tokens
-            numbers = check_increasing("draft_budget", self.draft_budget, 0, most)
+            k = self.config.num_speculative_tokens
+            numbers = check_increasing("draft_budget", self.draft_budget, 0, k)
+            # A list that was given becomes a tuple, which has a hash.
             object.__setattr__(self, "draft_budget", numbers)
         if self.prefill_sizes is not None:
             sizes = check_increasing("prefill_sizes", self.prefill_sizes, 1, longest)
+            # A longer prompt, or one that comes back with its tokens, is read in chunks.
             if sizes[-1] < longest:
                 inputs.check_reads_chunks(self.drafter, "prefill_sizes[-1]", sizes[-1])
             object.__setattr__(self, "prefill_sizes", sizes)
@@ -249,6 +263,7 @@ class Engine(Decoder):
     @property
     def buffer_length(self) -> int:
         """L, positions per slot; a step writes all rows of a pass past the last one it keeps."""
+        # K + 1 also without drafts, as a `DraftContext` says of its L
         num_rows = max(self.config.num_speculative_tokens + 1, self.num_rows)
         return round_up(max(self.max_length + num_rows, self.longest_read))
 
@@ -257,6 +272,7 @@ class Engine(Decoder):
         """The position that no chunk of a prompt ends beyond; of an exact engine whole chunks."""
         if not self.exact:
             return self.max_length
+        # The least multiple of C that is at least `max_length`: chunks begin at multiples of C.
         return -(-self.max_length // self.chunk_size) * self.chunk_size
 
     @property
@@ -266,6 +282,7 @@ class Engine(Decoder):
             return self.prefill_sizes
         if self.exact:
             return (min(_EXACT_PREFILL, self.max_length),)
+        # 32, 64, 128, ... below `max_length`, and `max_length` itself
         powers = (_SMALLEST_PREFILL << i for i in itertools.count())
         return *itertools.takewhile(lambda n: n < self.max_length, powers), self.max_length
 
@@ -285,12 +302,13 @@ class Engine(Decoder):
         At most `max_prefill_requests`, and no more than there are slots. Several prompts have at
         most C tokens together, and at most 512.
         """
-        most = min(self.chunk_size, _MAX_GROUP_TOKENS) // size
-        return max(1, min(self.max_prefill_requests, self.num_slots, most))
+        num_prompts = min(self.chunk_size, _MAX_GROUP_TOKENS) // size
+        return max(1, min(self.max_prefill_requests, self.num_slots, num_prompts))
 
     @property
     def admit_shapes(self) -> tuple[tuple[int, int], ...]:
         """The shapes ``[R, P]`` of prompts for which `admit` is compiled."""
+        # One prompt, or a full group: `programs.pack` repeats requests to fill it.
         return tuple((r, n) for n in self.chunk_sizes for r in sorted({1, self.group_size(n)}))
 
     def prompt_size(self, length: int) -> int:
@@ -336,6 +354,7 @@ class Engine(Decoder):
                 "options need an Engine with request_options=True, but they are "
                 f"{options.non_neutral}"
             )
+        # `RequestOptions` has checked each field by itself. Here is what depends on the engine.
         options.check(self.model.vocab_size)
         options.check_drafts(self.config.num_speculative_tokens)
         inputs.check_prediction(self.drafter, options.prediction)
@@ -343,16 +362,17 @@ class Engine(Decoder):
         if self.exact:
             check_free_text(self.config, options)
         if self.drafter.serves.has_history:
-            is_free = self.config.rejection_sample_method == "agreement"  # its text, of drafts
+            # Agreement alone emits the same sampled tokens whatever is drafted.
+            is_free = self.config.rejection_sample_method == "agreement"
             must = 'be 0 unless rejection_sample_method is "agreement"'
             hint = "the drafter has a history, so other requests would change what is sampled"
             require(
                 is_free or options.temperature == 0, "temperature", must, options.temperature, hint
             )
         count = len(options.stop_token_ids)
-        most = self.max_stop_tokens
-        must = f"be at most max_stop_tokens = {most}"
-        require(count <= most, "stop_token_ids, counted,", must, count)
+        limit = self.max_stop_tokens
+        must = f"be at most max_stop_tokens = {limit}"
+        require(count <= limit, "stop_token_ids, counted,", must, count)
 
     def options_of(
         self, options: Sequence[RequestOptions], prompt_lengths: Sequence[int]
@@ -367,8 +387,8 @@ class Engine(Decoder):
         Raises:
           ValueError: `check_options` refuses one of them.
         """
-        for one in options:
-            self.check_options(one)
+        for request_options in options:
+            self.check_options(request_options)
         return BatchOptions.create(
             options,
             prompt_lengths,
@@ -394,6 +414,7 @@ class Engine(Decoder):
             check_params("params", self.model, params)
         check_params("draft_params", self.drafter, draft_params)
         s = self.num_slots
+        # Neutral options, laid out as those that `admit` gets, because a state keeps its layout
         options = self.options_of([RequestOptions()] * s, [1] * s)
         batch = Batch(
             token_ids=jnp.zeros((s, self.buffer_length), jnp.int32),
@@ -445,6 +466,8 @@ class Engine(Decoder):
         check_params("draft_params", self.drafter, draft_params)
         self._check_requests(requests)
         self._check_target_cache(state)
+        # [R, P] tokens into the caches of R slots. Of the output only features are read: the first
+        # step runs the last token of a prompt again, for its logits.
         outputs, cache = self.run(
             params, [requests.rows], state.target_cache, state.batch.token_ids.shape[1]
         )
@@ -452,6 +475,9 @@ class Engine(Decoder):
         return self._enter(draft_params, state, requests, outputs[0].features)
 
     def _check_requests(self, requests: NewRequests) -> None:
+        """Checks the shapes of new requests, and that tokens are known of an exact engine alone."""
+        # What `pad_prompt` returns may be longer than C: then it comes in parts. Options of another
+        # engine show in M, the number of stop tokens.
         shape = jnp.shape(requests.prompts)
         stops = jnp.shape(requests.options.stop_token_ids)
         if len(shape) != 2 or not 1 <= shape[1] <= self.chunk_size:
@@ -485,18 +511,24 @@ class Engine(Decoder):
         slots = jnp.asarray(requests.slots, jnp.int32)
         following = requests.following
         state = self.draft_prompts(draft_params, state, rows, features, following)
+        # [R]: the position after the last row, padding included; past the prompt if that ends here
         lengths = jnp.asarray(requests.lengths, jnp.int32)
         end = rows.start + rows.token_ids.shape[1]
         is_read = end >= lengths - 1  # a step reads the last token, as it does in every sequence
+        # [R] seeds of uint32, as a driver sends them, or [R] keys
         keys = jnp.asarray(requests.keys)
         if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
             keys = jax.vmap(jax.random.key)(keys)
         # [R, L]: what the slots hold, with these tokens and the next one, which a step may read.
+        # A slot that does not exist, as in calls that warm up, reads what another holds, and what
+        # is written to it below is dropped.
         token_ids = state.batch.token_ids.at[slots].get(mode="clip")
+        # [R, P] and [R] -> [R, P+1]
         added = jnp.concatenate([rows.token_ids, following[:, None]], axis=1)
         place = rows.start[:, None] + jnp.arange(added.shape[1], dtype=jnp.int32)[None, :]
         requests_axis = jnp.arange(token_ids.shape[0])[:, None]
         token_ids = token_ids.at[requests_axis, place].set(added)
+        # Of an exact engine 0: nothing is known, unless the next lines say so.
         known_lengths = jnp.zeros_like(lengths) if self.exact else None
         if requests.known_token_ids is not None:
             # [R, T] -> [R]: as many as are known; they take the place of padding after the prompt
@@ -504,6 +536,8 @@ class Engine(Decoder):
             known_lengths = jnp.sum(known >= 0, axis=1, dtype=jnp.int32)
             held = token_ids[:, : known.shape[1]]
             token_ids = token_ids.at[:, : known.shape[1]].set(jnp.where(known >= 0, known, held))
+        # Of a prompt that goes on, the length is `end + 1`: its newest token, which steps run for
+        # nothing, is the one at position `end`, where the next chunk begins, if not before.
         new = Batch(
             token_ids=token_ids,
             lengths=jnp.where(is_read, lengths, end + 1),
@@ -513,24 +547,32 @@ class Engine(Decoder):
             options=requests.options,
             known_lengths=known_lengths,
         ).with_processors(self.model.vocab_size)
-        own = None
+        new_features = None
         if features is not None:
-            own = self.first_features(*features_of_last(features, lengths, rows.start))
-        batch, kept = jax.tree.map(
-            lambda all_, some: all_.at[slots].set(some), (state.batch, state.features), (new, own)
+            # [R, P, A*H] -> [R, 1, A*H] -> [R, D+1, A*H]
+            new_features = self.first_features(*features_of_last(features, lengths, rows.start))
+        # [R, ...] -> [S, ...], of every array of the batch and the features. A request that is
+        # there twice, to fill the call, writes the same twice.
+        batch, all_features = jax.tree.map(
+            lambda all_, some: all_.at[slots].set(some),
+            (state.batch, state.features),
+            (new, new_features),
         )
-        each = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None]
+        # [S, 1] and [1, R] -> [S, R] -> [S]: slots whose drafts and draft rows were of others
+        slot = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None]
         return dataclasses.replace(
-            state.without_drafts((each == slots[None, :]).any(axis=1)),
+            state.without_drafts((slot == slots[None, :]).any(axis=1)),
             batch=batch,
-            features=kept,
+            features=all_features,
         )
 
     def _check_target_cache(self, state: DecodeState) -> None:
+        """Checks that a state has a cache of this target, for S requests and L positions."""
         sizes = state.batch.token_ids.shape
         check_cache("state.target_cache", self.model, state.target_cache, *sizes)
 
     def _check_draft_cache(self, state: DecodeState) -> None:
+        """Checks that a state has a cache of this drafter, for S requests and L positions."""
         sizes = state.batch.token_ids.shape
         check_cache("state.draft_cache", self.drafter, state.draft_cache, *sizes)
 
@@ -569,12 +611,16 @@ class Engine(Decoder):
         Raises:
           TypeError, ValueError: as `draft`, `verify` and `admit` do.
         """
+        # What is None in the options is not computed. After the step it comes back as it was: it
+        # has not counted the step's tokens, but they are all of requests that need no counts. It is
+        # back before `_enter`, which writes all options of the new requests.
         options = state.batch.options
         if all_neutral:
             state = _with_options(state, options.neutral)
         state = self.draft(draft_params, state, num_drafts=num_drafts, slots=slots)
         check_params("params", self.model, params)
         self._check_target_cache(state)
+        # Groups of one pass: tokens [S, n+1] of the slots, and tokens [R, P] of prompts
         prompts = []
         if requests is not None:
             self._check_requests(requests)
@@ -583,6 +629,7 @@ class Engine(Decoder):
         state, record = self.accept(state, outputs[0])
         if all_neutral:
             state = _with_options(state, options)
+        # Last: `accept` writes features of all slots, those of the new requests too.
         if requests is not None:
             state = self._enter(draft_params, state, requests, outputs[1].features)
         return state, record
@@ -633,8 +680,8 @@ class Engine(Decoder):
         Args:
           state: with drafts, from `draft`.
           token_bitmask: ``[B*(n+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
-            `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`, and B the
-            slots that it got.
+            `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`; of an
+            exact engine it is always K. B is the number of slots that `draft` got.
           is_forced: ``[B]`` bool, requests with drafts in `DecodeState.proposal` that are not
             from `draft`, as from `forced_drafts`. All their drafts are verified one-hot. This must
             not depend on what was drafted for a sampled request. None for no request.
@@ -648,9 +695,11 @@ class Engine(Decoder):
         """
         check_params("params", self.model, params)
         self._check_target_cache(state)
+        # `Decoder.verify` does this too. Here the drafts say what shape a mask must have.
         state = self.with_proposal(state)
         assert state.proposal is not None
         batch, num_drafts = state.proposal.token_ids.shape
+        # A bit for each id: 32 in a word
         num_words = -(-self.model.vocab_size // 32)
         sizes = {"B": batch, "M": batch * (num_drafts + 1), "ceil(V/32)": num_words}
         if token_bitmask is not None:
@@ -670,9 +719,11 @@ class Engine(Decoder):
         Returns:
           The state.
         """
+        # Caches stay: the next request overwrites what they hold, or begins with it.
         batch = dataclasses.replace(state.batch, done=state.batch.done | slots)
         return dataclasses.replace(state.without_drafts(slots), batch=batch)
 
 
 def _with_options(state: DecodeState, options: BatchOptions) -> DecodeState:
+    """Returns the state with other options in its batch."""
     return dataclasses.replace(state, batch=dataclasses.replace(state.batch, options=options))

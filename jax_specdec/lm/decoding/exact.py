@@ -1,4 +1,10 @@
-"""What `exact` needs of a model, a rule and the programs of a device."""
+"""Checks of what `exact` promises: texts that are those of plain decoding to the last bit.
+
+`check_exact` and `check_free_text` look at declarations and options, before anything runs.
+`check_rows` runs the target's pass over drafts on this device, because XLA may round a token's sums
+in another way in another row. `generate` and `EngineDriver.warm_up` call them; ``docs/exact.md``
+says what is promised.
+"""
 
 from __future__ import annotations
 
@@ -68,12 +74,14 @@ def check_rows(decoder: Decoder, params: Params, num_requests: int, length: int)
       NotExactError: it does not.
     """
     model = decoder.model
+    # The target's program depends on all of this and on nothing else; on the drafter by the layers
+    # alone whose features it reads. Of weights, shapes, dtypes and places count, not their values.
     leaves, structure = jax.tree.flatten(params)
     kinds = tuple((jnp.shape(x), jnp.result_type(x), getattr(x, "sharding", None)) for x in leaves)
     sizes = num_requests, decoder.num_rows, length
     program = model, decoder.drafter.serves.aux_hidden_state_layers, sizes, structure, kinds
     if program not in _found:
-
+        # The pass that steps make, so that its rounding is what is looked at: S rows of B requests
         def apply(
             params: Params, token_ids: jax.Array, start: jax.Array, cache: Cache
         ) -> tuple[Output, Cache]:
@@ -90,9 +98,9 @@ def check_rows(decoder: Decoder, params: Params, num_requests: int, length: int)
             max_length=length,
             batch_axis=model.serves.batch_axis,
         )
-    found = _found[program]
-    if found is not None:
+    dependence = _found[program]
+    if dependence is not None:
         raise NotExactError(
             "model must give a token the same bits in every row of a pass if exact, but on this "
-            f"device {found.output} depends on {found.reason}"
+            f"device {dependence.output} depends on {dependence.reason}"
         )

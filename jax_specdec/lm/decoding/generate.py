@@ -1,4 +1,10 @@
-"""Decoding a batch that is known beforehand: in one compiled loop, or step by step."""
+"""`generate`, `generate_stream` and `generate_plain`: decoding a batch that is known beforehand.
+
+Each checks its arguments and lays them out in `_prepare`: a `Decoder`, which is static, and a
+`Batch`, whose shapes are rounded up so that similar calls share programs. `generate` then reads the
+prompts and makes all steps in one program with a `lax.while_loop`, `generate_stream` one program
+call for each step. Requests that come and go are for an `Engine`.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +59,14 @@ class GenerateOutput:
         They are those of `steps`, joined as `completions` are: an array ``[B, K+1, ...]`` there is
         ``[n, ...]`` here, n the number of tokens. None unless `generate` was given `logprobs`.
         """
-        found = self.steps.logprobs
-        if found is None:
+        by_step = self.steps.logprobs
+        if by_step is None:
             return None
         # [S, B, K+1]: whether a step emitted a token there
-        is_kept = np.arange(found.logprobs.shape[2]) < np.asarray(self.steps.num_kept)[..., None]
+        is_kept = np.arange(by_step.logprobs.shape[2]) < np.asarray(self.steps.num_kept)[..., None]
         # [S, B, K+1, ...] -> [S, K+1, ...] -> [n, ...]
         return [
-            jax.tree.map(lambda x, b=b: x[:, b][is_kept[:, b]], found)
+            jax.tree.map(lambda x, b=b: x[:, b][is_kept[:, b]], by_step)
             for b in range(len(self.completions))
         ]
 
@@ -216,6 +222,7 @@ class _Prepared(NamedTuple):
 
     def run(self) -> GenerateOutput:
         """Runs all steps in one compiled loop."""
+        # Without requests there is nothing to compile.
         if not self.prompts:
             return GenerateOutput([], jax.device_get(_empty_records(self.decoder, 0, 0)), [])
         batch, steps, num_steps = _generate(
@@ -226,6 +233,7 @@ class _Prepared(NamedTuple):
             prompt_size=self.prompt_size,
             max_steps=self.max_steps,
         )
+        # This waits for the device. The program has returned no caches: their memory is free.
         count = int(num_steps)
         token_ids, lengths, status = jax.device_get((batch.token_ids, batch.lengths, batch.status))
         return GenerateOutput(
@@ -247,6 +255,7 @@ class _Prepared(NamedTuple):
         state = _prefill(
             decoder, self.params, self.draft_params, self.batch, prompt_size=self.prompt_size
         )
+        # Each turn waits for the step: whether there is a next one depends on it.
         while not done.all():
             state, record = _step(decoder, self.params, self.draft_params, state)
             done = jax.device_get(state.batch.done)
@@ -267,6 +276,7 @@ def _prepare(
     fields: RequestFields,
 ) -> _Prepared:
     """Checks the arguments, and lays them out."""
+    # In this order, because later checks read what earlier ones have checked.
     inputs.check_drafter(drafter, config)
     check_model("model", model)
     check_params("params", model, params)
@@ -278,12 +288,13 @@ def _prepare(
         check_exact(model, drafter, config)
     token_lists = inputs.token_lists(prompts, model.vocab_size)
     asked = options_per_request(options, len(token_lists), fields)
-    for one in asked if exact else ():
-        check_free_text(config, one)
+    for request_options in asked if exact else ():
+        check_free_text(config, request_options)
+    # `generate_plain` takes options and configs of `generate`, and reads nothing of drafts in them.
     if not isinstance(drafter, NoDrafter):
-        for one in asked:
-            one.check_drafts(config.num_speculative_tokens)
-            inputs.check_prediction(drafter, one.prediction)
+        for request_options in asked:
+            request_options.check_drafts(config.num_speculative_tokens)
+            inputs.check_prediction(drafter, request_options.prediction)
         inputs.check_trees(model, drafter, config)
         if all(one.max_drafts == 0 for one in asked):
             drafter = NoDrafter()  # nobody wants a draft
@@ -292,6 +303,7 @@ def _prepare(
         token_lists, asked, vocab_size=model.vocab_size, key=key, slack=decoder.num_rows
     )
     params, draft_params, batch = on_all_devices((params, draft_params, batch), model)
+    # Last, because it compiles a pass, of the very shape that the steps have.
     if exact and token_lists:
         check_rows(decoder, params, *batch.token_ids.shape)
     return _Prepared(decoder, params, draft_params, token_lists, batch, prompt_size, max_steps)
@@ -325,8 +337,9 @@ def make_batch(
     check_keys("key", key)
     if key.shape != ():
         raise TypeError(f"key must be one key, but its shape is {list(key.shape)}")
-    for one in options:
-        one.check(vocab_size)
+    for request_options in options:
+        request_options.check(vocab_size)
+    # P, L and the steps are shapes or static. Rounded up, they are the same for many batches.
     budget = max((one.max_new_tokens for one in options), default=0)
     prompt_size = round_up(max(map(len, prompts), default=0))
     # [B, L]: prompts, padded, with room for the output and what the last step may write past it
@@ -335,12 +348,13 @@ def make_batch(
         token_ids[b, : len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     arrays = BatchOptions.create(options, lengths.tolist(), vocab_size)
-    # [B]: the requests' own seeds in place of the shared key
+    # [B]: the requests' own seeds in place of the shared key, all as keys of Threefry, whatever
+    # the kind of `key`
     keys = fold_in_each(key, len(options))
     seeds = {b: one.seed for b, one in enumerate(options) if one.seed is not None}
     if seeds:
-        own = jnp.stack([jax.random.key(np.uint32(seed)) for seed in seeds.values()])
-        keys = keys.at[np.array(list(seeds))].set(threefry_keys(own))
+        seeded = jnp.stack([jax.random.key(np.uint32(seed)) for seed in seeds.values()])
+        keys = keys.at[np.array(list(seeds))].set(threefry_keys(seeded))
     batch = Batch(
         token_ids=jax.device_put(token_ids),
         lengths=jax.device_put(lengths),
@@ -359,19 +373,20 @@ def _empty_records(decoder: Decoder, num_steps: int, num_requests: int) -> StepR
     token_ids = jnp.zeros((*counts.shape, decoder.most_accepted + 1), jnp.int32)
     logprobs = None
     if decoder.logprobs is not None:
-        own = token_ids.astype(jnp.float32)
+        numbers = token_ids.astype(jnp.float32)
         top = jnp.zeros((*token_ids.shape, decoder.logprobs.num_top), jnp.int32)
-        thresholds = own if decoder.logprobs.thresholds else None
-        logprobs = TokenLogprobs(own, top, top.astype(jnp.float32), thresholds)
+        thresholds = numbers if decoder.logprobs.thresholds else None
+        logprobs = TokenLogprobs(numbers, top, top.astype(jnp.float32), thresholds)
     return StepRecord(token_ids, counts, counts, counts, counts, logprobs)
 
 
 def _of_host(record: StepRecord) -> StepRecord:
-    """Returns records of the host, of those that a program returns."""
-    found = jax.device_get(record)
-    if found.logprobs is None:
-        return found
-    return dataclasses.replace(found, logprobs=found.logprobs.of_bits())
+    """Returns records as NumPy arrays, of those that a program returns; waits for the device."""
+    host_record = jax.device_get(record)
+    if host_record.logprobs is None:
+        return host_record
+    # Programs return log-probabilities as bits: see `_as_returned`.
+    return dataclasses.replace(host_record, logprobs=host_record.logprobs.of_bits())
 
 
 def _as_returned(record: StepRecord) -> StepRecord:
@@ -385,10 +400,12 @@ def _as_returned(record: StepRecord) -> StepRecord:
 def _step(
     decoder: Decoder, params: Params, draft_params: Params, state: DecodeState
 ) -> tuple[DecodeState, StepRecord]:
+    """Makes one step of `generate_stream`, a program of its own."""
     state, record = decoder.step(params, draft_params, state)
     return state, _as_returned(record)
 
 
+# `self` is the decoder. Nothing is donated: a batch is small, and caches are made here.
 _prefill = jax.jit(Decoder.prefilled_state, static_argnames=("self", "prompt_size"))
 _Carry = tuple[DecodeState, StepRecord, jax.Array]
 
@@ -408,8 +425,10 @@ def _generate(
     `max_steps` is at least the largest budget. That is enough, because every step adds a token.
     """
     state = decoder.prefilled_state(params, draft_params, batch, prompt_size)
+    # A loop has arrays of fixed shapes: room for as many steps as there may be, [max_steps, B, ...]
     records = _empty_records(decoder, max_steps, batch.lengths.shape[0])
 
+    # Requests that are done stay in the batch, and every pass has their rows, until all are done.
     def goes_on(carry: _Carry) -> jax.Array:
         return ~jnp.all(carry[0].batch.done)
 

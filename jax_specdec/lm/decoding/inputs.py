@@ -1,4 +1,9 @@
-"""Checks of what callers give to the decoding loops; each rule has a message of its own."""
+"""Checks of what callers give to the decoding loops; each rule has a message of its own.
+
+`generate`, `Engine`, `EngineDriver` and `RequestOptions` call these, once, where arguments enter.
+Functions named ``check_...`` return nothing. `token_lists`, `token_list` and `integers` return ids
+as lists of Python's ints, whatever they came as.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +57,8 @@ def check_logprobs(logprobs: LogprobsConfig | None, model: CausalModel) -> None:
 
 def _hint(given: Any) -> str | None:
     """Returns what to pass in place of what is no drafter, if that can be said."""
+    # In turn: a pair of model and params, no drafter or the name of one, a class in place of its
+    # object, a model, and an object with `propose` that does not derive from `Drafter`.
     if is_loaded_model(given):
         return f"pass drafter={_wrapper(given.model)}(draft.model) and draft_params=draft.params"
     if given is None or isinstance(given, str):
@@ -88,8 +95,11 @@ def check_trees(model: CausalModel, drafter: Drafter, config: SpecDecodeConfig) 
     hint = f"{type(drafter).__name__} with tree_depth={depth} proposes trees, with 0 chains"
     method = config.rejection_sample_method
     k = config.num_speculative_tokens
+    # Agreement draws the token after a node, and looks for it among the node's children. The other
+    # rules judge one draft at each position.
     must = 'be "agreement"'
     require(method == "agreement", "config.rejection_sample_method", must, method, hint)
+    # A tree has K + 1 nodes, and a mask a bit for each.
     require(
         k < TREE_MASK_BITS, "config.num_speculative_tokens", f"be below {TREE_MASK_BITS}", k, hint
     )
@@ -131,10 +141,11 @@ def check_keeps_rows(model: CausalModel, drafter: Drafter, length: int, *, has_c
     def arrays(length: int) -> list[tuple[jax.tree_util.KeyPath, jax.ShapeDtypeStruct]]:
         return jax.tree.leaves_with_path(jax.eval_shape(lambda: model.init_cache(1, length)))
 
-    one = arrays(1)
+    minimal = arrays(1)
     for i, (path, array) in enumerate(arrays(length)):
         # The axis of positions is one that grows with their number.
-        grown = [n for n, least in zip(array.shape, one[i][1].shape, strict=True) if n != least]
+        grown = [n for n, least in zip(array.shape, minimal[i][1].shape, strict=True) if n != least]
+        # An index is set anew by every pass. An array with a place for each position is as wanted.
         if model.serves.is_index(path) or max(grown, default=0) >= length:
             continue
         # What was rounded up, or is in pages, is longer for a longer text; a ring is not, nor what
@@ -168,18 +179,19 @@ def token_lists(prompts: Any, vocab_size: int) -> list[list[int]]:
       ValueError: a prompt that `token_list` refuses.
     """
     must = "be lists of token ids"
-    each = None
+    rows = None
+    # Texts can be listed, too: as characters, or as bytes, which would pass for ids.
     if not isinstance(prompts, (str, bytes)):
         with contextlib.suppress(TypeError):
-            each = list(prompts)
-    if each is None:
+            rows = list(prompts)
+    if rows is None:
         refuse(TypeError, "prompts", must, prompts, _text_hint(prompts))
     # The ids of one prompt, which would be a list of prompts that are numbers.
-    is_one = bool(each) and np.ndim(each[0]) == 0
-    is_one = is_one and isinstance(each[0], (int, np.integer, jax.Array))
+    is_one = bool(rows) and np.ndim(rows[0]) == 0
+    is_one = is_one and isinstance(rows[0], (int, np.integer, jax.Array))
     must = f"{must}, one per request"
     require(not is_one, "prompts", must, prompts, "pass [ids]", TypeError)
-    return [token_list(f"prompts[{b}]", prompt, vocab_size) for b, prompt in enumerate(each)]
+    return [token_list(f"prompts[{b}]", prompt, vocab_size) for b, prompt in enumerate(rows)]
 
 
 def token_list(name: str, values: Any, vocab_size: int) -> list[int]:
@@ -222,6 +234,8 @@ def integers(name: str, values: Any) -> list[int]:
       TypeError: not a list of integers.
     """
     if not isinstance(values, (str, bytes)):
+        # Of NumPy and JAX too; a float or an array of several numbers has no index. What is refused
+        # is refused below, with no other error beside it.
         with contextlib.suppress(TypeError):
             return [operator.index(value) for value in values]
     refuse(TypeError, name, "be a list of ints", values, _text_hint(values))

@@ -1,4 +1,9 @@
-"""How busy an engine was, and how long its requests waited."""
+"""`ServingStats`: how busy an engine was, and how long its requests waited; and `Histogram`.
+
+Both are immutable, of the host alone: `HostState` has a `ServingStats` and replaces it with every
+step that is read (`after_step`) and every request that ends (`after_ends`). Readers subtract two
+readings of `EngineDriver.serving_stats`. `PrometheusExporter` and `log_line` show them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,7 @@ class Histogram:
 
     bounds: ClassVar[tuple[float, ...]] = tuple(
         float(f"{digit}e{power}") for power in range(-4, 3) for digit in (1, 2, 5)
-    )[:19]  # 0.0001, 0.0002, 0.0005, ... 100
+    )[:19]  # 0.0001, 0.0002, 0.0005, ... 100; 200 and 500 are cut off
 
     counts: tuple[int, ...] = (0,) * 20
     total_seconds: float = 0.0
@@ -143,6 +148,7 @@ class ServingStats:
           first: for `time_to_first_token_seconds`.
           between: for `inter_token_latency_seconds`.
         """
+        # A step that nobody takes part in, as when programs are warmed up, does not count.
         if not num_busy:
             return self
         return dataclasses.replace(
@@ -165,6 +171,7 @@ class ServingStats:
         Args:
           reasons: of `END_REASONS`, one for each request; None for one that has not ended.
         """
+        # None is counted, too, and read by nobody.
         more = collections.Counter(reasons)
         counts = zip(self.num_ended, END_REASONS, strict=True)
         return dataclasses.replace(self, num_ended=tuple(n + more[reason] for n, reason in counts))

@@ -1,4 +1,11 @@
-"""What a request may ask for, a table: how an option is checked, who has it, what it becomes."""
+"""`RequestOptions`: what a request may ask for, and the tables that say all of an option.
+
+Each field of `RequestOptions` has a row (`OptionRow`): its check, which engines serve it, and
+whether clients of a server ask for it by this name. `NUMBERS` are the options that are one number.
+The server and the command line take their own options from these tables, so that an option stands
+here once. What changes logits becomes arrays of a batch by the functions in `PACKING`, which
+`BatchOptions.create` calls.
+"""
 
 from __future__ import annotations
 
@@ -62,12 +69,14 @@ FLAGS = (*FILTERS, *PENALTIES)
 """Those of them that options of the command line set in the same way."""
 
 
-# What checks an argument of some name, and returns the value as it is kept.
+# What checks an argument of some name, and returns the value as it is kept. Options are made before
+# anybody knows the vocabulary, so ids need only fit int32 here; see `RequestOptions.check`.
 
 
 def _real(range: Range, name: str, value: Any) -> float:
-    """Returns a number as devices have it, which is 0 where float32 is."""
+    """Returns a number in a range as it was given; 0 where devices have 0."""
     number = _float32(name, value)
+    # The float32 that devices get must be in the range; the number that was given is kept.
     hint = "devices take it for 0" if number == 0 != value else None
     require(range.holds(number), name, range.must, value, hint)
     return float(value) if number else 0.0
@@ -86,6 +95,7 @@ def _integer(least: int, most: int, name: str, value: Any) -> int:
 def _stops(name: str, value: Any) -> tuple[int, ...]:
     stops = inputs.integers(name, value)
     inputs.check_range(name, stops, 2**31)
+    # Each once, in order: an engine has room for few.
     return tuple(dict.fromkeys(stops))
 
 
@@ -144,12 +154,12 @@ def _bias(name: str, logit_bias: Mapping[int, float]) -> dict[int, float] | None
     ]
     ids = inputs.token_list(name, keys, 2**31)
     require(len(set(ids)) == len(ids), name, "name a token once", logit_bias)
-    found = {}
+    biases = {}
     for token, value in zip(ids, logit_bias.values(), strict=True):
         number = _float32(f"{name}[{token}]", value)
         require(_BIAS.holds(number), f"{name}[{token}]", _BIAS.must, value)
-        found[token] = float(number)
-    return found
+        biases[token] = float(number)
+    return biases
 
 
 def _words(name: str, bad_words: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...] | None:
@@ -183,7 +193,7 @@ class OptionRow(NamedTuple):
 
 def _row(default: Any, check: Callable[[str, Any], Any], **row: Any) -> Any:
     """Returns a field of `RequestOptions`, with its row."""
-    # A mapping cannot be hashed.
+    # A mapping cannot be hashed, so the hash leaves this field out; None is what a field has else.
     has_hash = None if check is not _bias else False
     return dataclasses.field(
         default=default, hash=has_hash, metadata={"row": OptionRow(check, **row)}
@@ -197,9 +207,9 @@ def _up_to(most: int) -> Callable[[str, Any], int]:
 
 def _number(name: str, default: float | None = None, **row: Any) -> Any:
     """Returns the field of one of `NUMBERS`, at its neutral value unless another is given."""
-    (one,) = (one for one in NUMBERS if one.name == name)
-    check = functools.partial(_real if one.dtype is np.float32 else _count, one.range)
-    return _row(one.neutral if default is None else default, check, **row)
+    (parameter,) = (one for one in NUMBERS if one.name == name)
+    check = functools.partial(_real if parameter.dtype is np.float32 else _count, parameter.range)
+    return _row(parameter.neutral if default is None else default, check, **row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,8 +282,9 @@ class RequestOptions:
     def __post_init__(self) -> None:
         for name, row in ROWS.items():
             value = getattr(self, name)
-            # None asks for nothing, where that is the default.
+            # None asks for nothing, where that is the default. Elsewhere the check refuses it.
             if value is not None or getattr(type(self), name) is not None:
+                # Frozen: what is kept takes the place of what was given, such as a tuple of a list.
                 object.__setattr__(self, name, row.check(name, value))
 
     def check(self, vocab_size: int) -> None:
@@ -359,17 +370,19 @@ def options_per_request(
       TypeError: options of another type, or a field that does not exist.
       ValueError: a list of another length, or a field out of range.
     """
+    # Python would name `RequestOptions.__init__`, and not the argument that was meant.
     known = [field.name for field in dataclasses.fields(RequestOptions)]
     for name in fields:
         if name not in known:
             raise TypeError(f"unknown argument {name!r}{did_you_mean(name, known)}")
+    # One object for all requests: it is immutable, and checked once.
     if options is None or isinstance(options, RequestOptions):
-        one = options or RequestOptions()
-        return [dataclasses.replace(one, **fields) if fields else one] * count
+        request = options or RequestOptions()
+        return [dataclasses.replace(request, **fields) if fields else request] * count
     hint = "RequestOptions(temperature=0.8), for example, is what one request asks for"
     check_type("options", options, RequestOptions, Sequence, None, hint=hint)
-    for i, one in enumerate(options):
-        check_type(f"options[{i}]", one, RequestOptions, hint=hint)
+    for i, request in enumerate(options):
+        check_type(f"options[{i}]", request, RequestOptions, hint=hint)
     must = f"be one value, or one for each of {count} prompts"
     require(len(options) == count, "options", must, options)
     return [dataclasses.replace(one, **fields) if fields else one for one in options]
@@ -418,11 +431,12 @@ class OptionSizes:
         Raises:
           TypeError: no list of `RequestOptions`.
         """
-        entries = named_entries("options", options)
-        found = [_sizes(*entry) for entry in (("", RequestOptions()), *entries)]
-        most = {name: max(sizes[name] for sizes in found) for name in found[0]}
+        # With those of a default request, so that there is one even if there are no requests
+        entries = [("", RequestOptions()), *named_entries("options", options)]
+        needed = [_sizes(*entry) for entry in entries]
+        largest = {name: max(sizes[name] for sizes in needed) for name in needed[0]}
         # the least power of 2 that is at least n, and at least 1
-        return cls(**{name: 1 << max(0, n - 1).bit_length() for name, n in most.items()})
+        return cls(**{name: 1 << max(0, n - 1).bit_length() for name, n in largest.items()})
 
     def check(self, options: RequestOptions) -> None:
         """Checks that a request's options fit.
@@ -432,9 +446,10 @@ class OptionSizes:
           ValueError: it asks for more than there is room for.
         """
         for name, needed in _sizes("options", options).items():
-            most = getattr(self, name)
+            size = getattr(self, name)
+            # Two sizes are of one option.
             option = "bad_words" if name == "bad_word_length" else name
-            require(needed <= most, option, f"fit option_sizes.{name} = {most}", needed)
+            require(needed <= size, option, f"fit option_sizes.{name} = {size}", needed)
 
 
 def _sizes(name: str, options: RequestOptions) -> dict[str, int]:
@@ -466,6 +481,10 @@ class Asked(NamedTuple):
     vocab_size: int
 
 
+# What packs options: NumPy arrays [B, ...] of the sizes that are asked for, neutral where a request
+# asks for nothing.
+
+
 def _logit_bias(asked: Asked) -> LogitBias:
     biases = [one.logit_bias or {} for one in asked.options]
     return LogitBias.from_mappings(biases, size=asked.sizes.logit_bias)
@@ -482,6 +501,7 @@ def _penalties(asked: Asked) -> Penalties:
 def _bad_words(asked: Asked) -> BadWords:
     sizes = asked.sizes
     words = [one.bad_words or () for one in asked.options]
+    # [B, W, L]
     packed = BadWords.pack(words, num_words=sizes.bad_words, length=sizes.bad_word_length)
     # [B, W, L] -> [B, L-1]: the latest tokens of each sequence, not known yet
     recent = np.full_like(packed[:, 0, 1:], PLACEHOLDER_TOKEN_ID)
@@ -489,6 +509,7 @@ def _bad_words(asked: Asked) -> BadWords:
 
 
 def _min_tokens(asked: Asked) -> MinTokens:
+    # [B], beside the stop tokens [B, M] that are forbidden until then
     least = np.array([one.min_tokens for one in asked.options], np.int32)
     return MinTokens(asked.stop_token_ids, on_host(least))
 

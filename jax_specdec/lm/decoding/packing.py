@@ -1,4 +1,9 @@
-"""The options of requests, packed into the arrays of a batch."""
+"""`BatchOptions`: the options of requests, packed into the arrays of a batch.
+
+`generate` packs what its requests ask for, and nothing is compiled for the rest. An `Engine` packs
+all that it serves, at its own sizes, because its programs must fit whoever comes. Packing makes
+NumPy arrays, on the host: they go to the device with all else of a request.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +83,7 @@ class BatchOptions:
             programs of an `Engine` do not depend on who comes.
           sizes: of the arrays, which the requests fit; None for what they need.
         """
+        # [B] each
         lengths = np.array(prompt_lengths, np.int32)
         budgets = np.array([one.max_new_tokens for one in options], np.int32)
         any_number = np.iinfo(np.int32).max
@@ -86,21 +92,25 @@ class BatchOptions:
         if max_stop_tokens is None:
             max_stop_tokens = max((len(one.stop_token_ids) for one in options), default=0)
         stops = np.full((len(options), max_stop_tokens), PLACEHOLDER_TOKEN_ID, np.int32)
-        for row, one in zip(stops, options, strict=True):
-            row[: len(one.stop_token_ids)] = one.stop_token_ids
+        for row, request in zip(stops, options, strict=True):
+            row[: len(request.stop_token_ids)] = request.stop_token_ids
 
         # Arrays that no request asks for are left out, and nothing is compiled for them.
-        asked = [one.non_neutral.keys() for one in options]
-        served = frozenset[str]().union(*asked)
+        names_of = [one.non_neutral.keys() for one in options]
+        served = frozenset[str]().union(*names_of)
+        # [B] each, by name; the temperature is always there
         sampling = {
-            one.name: np.array([getattr(each, one.name) for each in options], one.dtype)
-            for one in SAMPLING_PARAMETERS
-            if keep_neutral or one is TEMPERATURE or one.name in served
+            parameter.name: np.array(
+                [getattr(one, parameter.name) for one in options], parameter.dtype
+            )
+            for parameter in SAMPLING_PARAMETERS
+            if keep_neutral or parameter is TEMPERATURE or parameter.name in served
         }
+        # A field of `LogitsProcessors` may serve several options, as that of the penalties does.
         sizes = OptionSizes.of(options) if sizes is None else sizes
-        given = Asked(options, sizes, on_host(stops), vocab_size)
+        asked = Asked(options, sizes, on_host(stops), vocab_size)
         packed: dict[str, Any] = {
-            field: pack(given)
+            field: pack(asked)
             for field, (names, pack) in PACKING.items()
             if keep_neutral or not served.isdisjoint(names)
         }
@@ -108,13 +118,14 @@ class BatchOptions:
         if sizes.prediction and (keep_neutral or "prediction" in served):
             # [B, A]: -1 after the last token of each
             predictions = np.full((len(options), sizes.prediction), PLACEHOLDER_TOKEN_ID, np.int32)
-            for row, one in zip(predictions, options, strict=True):
-                row[: len(one.prediction or ())] = one.prediction or ()
-        changes_rows = np.array([bool(names & CHANGE_ROWS) for names in asked])
+            for row, request in zip(predictions, options, strict=True):
+                row[: len(request.prediction or ())] = request.prediction or ()
+        # [B]: a step in which none of those runs leaves the processors out
+        changes_rows = np.array([bool(names & CHANGE_ROWS) for names in names_of])
         return cls(
             prompt_lengths=on_host(lengths),
             max_lengths=on_host(lengths + budgets),
-            stop_token_ids=given.stop_token_ids,
+            stop_token_ids=asked.stop_token_ids,
             max_drafts=on_host(np.array(max_drafts, np.int32)),
             sampling=SamplingParams(**sampling),
             changes_rows=on_host(changes_rows) if packed else None,
@@ -125,6 +136,7 @@ class BatchOptions:
     @property
     def neutral(self) -> BatchOptions:
         """The options without all that only an `Engine` with `request_options` serves."""
+        # Arrays become None, so a step with these is another program: see `Engine.step`.
         sampling = SamplingParams(self.sampling.temperature)
         return dataclasses.replace(
             self, sampling=sampling, changes_rows=None, processors=None, predictions=None

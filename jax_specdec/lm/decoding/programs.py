@@ -1,4 +1,11 @@
-"""The compiled programs of an engine, which all drivers of equal engines share."""
+"""The compiled programs of an engine, which all drivers of equal engines share.
+
+Most call a method of `Engine` under `jax.jit`. The engine is a static argument, compared by value.
+The state is donated, so its caches are changed in place. `DeviceState` is who calls them. A copy
+between host and device takes longer than to dispatch a step, so new requests go to the device as
+one array (`PackedRequests`), and what the host reads of a step comes back as one, beside
+log-probabilities and rates (`StepResult`).
+"""
 
 from __future__ import annotations
 
@@ -31,6 +38,7 @@ def remember(engine: Engine, draft_params: Params, token_ids: jax.Array) -> Para
 
 
 def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, StepResult]:
+    """Returns the state, and what the host reads of it and of the record."""
     columns = (
         record.num_kept,
         record.num_proposed,
@@ -38,7 +46,7 @@ def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, S
         state.batch.done.astype(jnp.int32),
         state.batch.status,
     )
-    # [S, K+1], five [S] -> [S, K+6]
+    # [S, K+1], five [S] -> [S, K+6]; of trees, whose paths are shorter, D + 1 and D + 6
     numbers = jnp.concatenate([record.token_ids, jnp.stack(columns, axis=1)], axis=1)
     draft_rates = state.draft_rates
     rates = None if draft_rates is None else draft_rates.values
@@ -65,10 +73,12 @@ class PackedRequests:
     def of(cls, requests: NewRequests) -> PackedRequests:
         """Returns NumPy arrays of 32 bits, or of bools, packed."""
         leaves, treedef = jax.tree.flatten(requests)
+        # A view keeps the bits of int32 and float32. A bool has 8 bits, so it becomes a word.
         words = [
             x.astype(np.uint32) if x.dtype == bool else np.ascontiguousarray(x).view(np.uint32)
             for x in leaves
         ]
+        # It is static: for other shapes, or other arrays of options, a program is compiled anew.
         layout = treedef, tuple((x.shape, x.dtype) for x in leaves)
         return cls(np.concatenate([x.ravel() for x in words]), layout)
 
@@ -76,6 +86,7 @@ class PackedRequests:
     def requests(self) -> NewRequests:
         """What was packed, as arrays of the device."""
         treedef, kinds = self.layout
+        # Where each array ends in the words; all of this is known when a program is traced.
         ends = np.cumsum([math.prod(shape) for shape, _ in kinds])
         leaves = []
         for (shape, dtype), end in zip(kinds, ends.tolist(), strict=True):
@@ -88,11 +99,12 @@ class PackedRequests:
 
 def pack(engine: Engine, prompts: Prompts) -> PackedRequests:
     """Returns what a program takes; the first request is repeated to fill it."""
+    # R slots and requests: 1, or as many as a call of this size reads. See `Engine.admit_shapes`.
     rows = [*prompts.group.items()]
     if len(rows) > 1:
         rows += rows[:1] * (engine.group_size(prompts.size) - len(rows))
     requests = [request for _, request in rows]
-    # [R, P + 1]: the tokens, and the one that follows them.
+    # [R, P+1]: the tokens, and the one that follows them; 0 past the end of a prompt
     starts = [*prompts.start]
     starts += starts[:1] * (len(rows) - len(starts))
     tokens = [
@@ -109,10 +121,13 @@ def pack(engine: Engine, prompts: Prompts) -> PackedRequests:
         next_token_ids=padded[:, -1],
     )
     if engine.exact:
+        # [R, T]: prompt and tokens so far, of one that comes back; else nothing, all -1
         known = [one.tokens[: one.num_known] for one in requests]
         arrays["known_token_ids"] = np.array(
             [text + [-1] * (engine.max_length - len(text)) for text in known], np.int32
         )
+    # `length`, above, counts what a request had generated before; this does not. So budgets and
+    # penalties know where its output begins.
     lengths = [one.prompt_length for one in requests]
     options = engine.options_of([one.options for one in requests], lengths)
     return PackedRequests.of(NewRequests(**arrays, options=options))
@@ -140,6 +155,7 @@ def copy(engine: Engine, state: DecodeState, slots: jax.Array) -> DecodeState:
     length = batch.token_ids.shape[1]
 
     def copied(owner: HasCache, axis: int, cache: Cache) -> Cache:
+        # [.., S entries, ..] -> [.., 1 entry, ..] -> [.., S entries, ..], of every array
         like = jax.eval_shape(lambda: owner.init_cache(1, length))
         return put_cache(cache, take_cache(cache, like, source, axis), target, axis)
 
@@ -160,7 +176,9 @@ def copy(engine: Engine, state: DecodeState, slots: jax.Array) -> DecodeState:
     )
 
 
-@functools.partial(jax.jit, static_argnums=0, keep_unused=True)  # it is made where weights are
+# Of most weights only the shapes are read. They stay arguments all the same, because a program runs
+# where its arguments are: so the state is made where the weights are.
+@functools.partial(jax.jit, static_argnums=0, keep_unused=True)
 def init(engine: Engine, params: Params, draft_params: Params, **kept: Any) -> DecodeState:
     """Returns a state of empty slots, in which the fields that are `kept` do not begin anew."""
     return dataclasses.replace(engine.init_state(draft_params, params), **kept)
@@ -213,6 +231,7 @@ def draft(
     state = dataclasses.replace(state, features=features)
     state = engine.draft(draft_params, state, slots=slots)
     assert state.proposal is not None
+    # The host reads the drafts before it can make masks, so they are returned beside the state.
     drafted = state.proposal.with_chains(has_grammar)
     return dataclasses.replace(state, proposal=None), drafted
 
@@ -227,6 +246,8 @@ def masked_step(
     slots: jax.Array | None = None,
 ) -> tuple[DecodeState, StepResult]:
     """Makes a step without drafts whose rows are masked; returns also what the host reads."""
+    # n = 0: the drafter only reads the newest tokens, if it has a cache. Each request has one row,
+    # so the host makes masks [R, ceil(V/32)] without seeing a draft, and one program is enough.
     state = engine.draft(draft_params, state, num_drafts=0, slots=slots)
     return _with_result(*engine.verify(params, state, token_bitmask))
 
@@ -245,5 +266,6 @@ def verify(
     if drafted.parents is not None:
         # `with_chains` has changed the ranks of drafts: nothing is learned from those.
         is_forced |= drafted.are_chains
+    # [R, K] of the host: the drafts, with those that a grammar forces in the place of some
     state = dataclasses.replace(state, proposal=dataclasses.replace(drafted, token_ids=token_ids))
     return _with_result(*engine.verify(params, state, token_bitmask, is_forced))

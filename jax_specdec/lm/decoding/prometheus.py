@@ -1,4 +1,8 @@
-"""Acceptance and serving statistics for Prometheus."""
+"""`PrometheusExporter`: acceptance and serving statistics for Prometheus.
+
+The server publishes `AcceptanceStats` and `ServingStats`, which are counted elsewhere, and a scrape
+reads the last pair. `_METRICS` says which of their fields are shown, as what, and with which text.
+"""
 
 from __future__ import annotations
 
@@ -108,6 +112,8 @@ class PrometheusExporter:
         is_registry = registry is None or hasattr(registry, "register")
         must = "be a CollectorRegistry of prometheus_client"
         require(is_registry, "registry", must, registry, error=TypeError)
+        # One attribute for both, replaced by one assignment: a scrape in another thread reads both.
+        # It is there before `register`, after which a scrape may come at once.
         self._published: tuple[AcceptanceStats, ServingStats | None] | None = None
         try:
             (prometheus_client.REGISTRY if registry is None else registry).register(self)
@@ -127,8 +133,8 @@ class PrometheusExporter:
 
     def describe(self) -> Iterator[Any]:
         """Yields metrics without values; prometheus_client calls this when it registers them."""
-        none = AcceptanceStats((0,), (0,), (0,), num_tokens=0, num_verifications=0)
-        return self._families(none, ServingStats(num_slots=0))
+        no_stats = AcceptanceStats((0,), (0,), (0,), num_tokens=0, num_verifications=0)
+        return self._families(no_stats, ServingStats(num_slots=0))
 
     def collect(self) -> Iterator[Any]:
         """Yields metrics; prometheus_client calls this for every scrape. None before `publish`."""
@@ -151,11 +157,12 @@ class PrometheusExporter:
         labels = list(self._labels)
         values = list(self._labels.values())
         family: Any
+        # The labels that were given, and for a counter of several entries one more
         if kind in ("positions", "reasons"):
             family = core.CounterMetricFamily(name, text, labels=[*labels, kind[:-1]])
-            ways = END_REASONS if kind == "reasons" else itertools.count()
-            for way, count in zip(ways, value, strict=False):
-                family.add_metric([*values, str(way)], count)
+            entries = END_REASONS if kind == "reasons" else itertools.count()
+            for entry, count in zip(entries, value, strict=False):
+                family.add_metric([*values, str(entry)], count)
         elif kind == "histogram":
             family = core.HistogramMetricFamily(name, text, labels=labels)
             # a bucket of Prometheus also counts what is in the buckets below it

@@ -1,4 +1,9 @@
-"""What a step reads and writes: sequences, caches, and drafts between their two halves."""
+"""`DecodeState`: what a step reads and writes, a pytree of arrays, donated to each call.
+
+It has the sequences, the caches of both models, what drafts were drawn from, and, between the two
+halves of a step, the drafts (`Drafted`). A step may be of R requests of the B that there are: then
+`take_slots` and `put_slots` lead from arrays ``[B, ...]`` to ``[R, ...]`` and back.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +54,7 @@ class Drafted:
     @property
     def are_chains(self) -> jax.Array:
         """``[R]`` bool, whether each draft follows the one before it; for drafts with parents."""
+        # [R, K] -> [R]: draft i is node i + 1, so in a chain its parent is node i
         nodes = jnp.arange(self.token_ids.shape[1], dtype=jnp.int32)
         return jnp.all(self.parents == nodes[None, :], axis=1)
 
@@ -56,6 +62,7 @@ class Drafted:
         """Returns the drafts in which the trees of some slots, ``[B]`` bool, are chains."""
         if self.parents is None:
             return self
+        # [B] -> [R] of the requests; ids and parents stay [R, K]
         ids, parents = with_chains(self.token_ids, self.parents, take_slots(requests, self.slots))
         return dataclasses.replace(self, token_ids=ids, parents=parents)
 
@@ -66,7 +73,8 @@ class Drafted:
         if self.parents is None:
             # [R, K] -> [R]: those before the first that is no token
             return jnp.cumprod(in_range, axis=1).sum(axis=1, dtype=jnp.int32)
-        # [R, K] -> [R]: those of the longest path
+        # [R, K] -> [R]: those of the longest path. A draft's depth counts the drafts up to it; node
+        # 0 of the K + 1 is the newest token, and no draft.
         depth = TreeRows.of(self.parents).depth[:, 1:]
         return jnp.max(in_range * depth, axis=1)
 
@@ -131,7 +139,9 @@ class DecodeState:
     def without_drafts(self, requests: jax.Array) -> DecodeState:
         """Returns the state without the drafts of some requests, ``[B]`` bool, nor their store."""
         proposal = self.proposal
+        # Between the halves of a step there are drafts, of all slots or of some.
         if proposal is not None:
+            # [B] -> [R] -> [R, 1]
             is_left_out = take_slots(requests, proposal.slots)[:, None]
             ids = jnp.where(is_left_out, PLACEHOLDER_TOKEN_ID, proposal.token_ids)
             proposal = dataclasses.replace(proposal, token_ids=ids)
@@ -143,13 +153,15 @@ def take_slots(arrays: _Arrays, slots: jax.Array | None) -> _Arrays:
     """Returns what arrays ``[B, ...]`` hold of some requests, ``[R]`` int32; None for all."""
     if slots is None:
         return arrays
-    found: _Arrays = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), arrays)
-    return found
+    # Calls that warm up have slots past the last one. "clip" reads the last one's in their place.
+    taken: _Arrays = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), arrays)
+    return taken
 
 
 def put_slots(arrays: _Arrays, some: _Arrays, slots: jax.Array | None) -> _Arrays:
     """Returns arrays ``[B, ...]`` in which `some`, ``[R, ...]``, stand in the place of slots."""
     if slots is None:
         return some
-    found: _Arrays = jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), arrays, some)
-    return found
+    # What such calls return for slots past the last one changes none.
+    changed: _Arrays = jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), arrays, some)
+    return changed

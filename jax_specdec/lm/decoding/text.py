@@ -1,4 +1,8 @@
-"""`generate_text`: text in, text out."""
+"""`generate_text`: text in, text out, in one call.
+
+It loads a model and its tokenizer, encodes the prompts, calls `generate` and decodes what follows.
+Nothing else uses it: who wants the model, the records of steps or a server calls these parts.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +68,7 @@ def generate_text(
         check_type(f"prompts[{i}]", prompt, str, hint="generate takes lists of token ids")
     hint = "generate takes a model and its params"
     check_type("target", target, str, os.PathLike, None, hint=hint)
+    # Without a checkpoint: the embedded pair, whose tokens are bytes, so no tokenizer is needed.
     if target is None:
         (model, params), draft = load_embedded_pair()
         if drafter is None:
@@ -73,10 +78,12 @@ def generate_text(
         streams = [TextStream(decode_bytes, one) for one in ids]
     else:
         drafter = NGramDrafter() if drafter is None else drafter
+        # The tokenizer first: where it is missing, no weights are read for nothing.
         tokenizer = load_tokenizer(target)
         model, params = load_huggingface(target)
         ids = [tokenizer.encode(prompt) for prompt in prompts]
         streams = [tokenizer.stream(one) for one in ids]
+        # The checkpoint's stop tokens, unless the caller names some
         fields = {"stop_token_ids": tokenizer.stop_token_ids, **fields}
     output = generate(
         model, params, ids, drafter=drafter, draft_params=draft_params, config=config, **fields
