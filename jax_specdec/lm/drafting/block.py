@@ -200,7 +200,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         has_bias = head.config.markov_rank is not None
         num_candidates = self.num_candidates
         num_nodes = context.config.num_speculative_tokens
-        # Without a bias, nodes have the same children: to extend all of them costs no more.
+        # Without a bias, nodes have the same children: to extend all of them costs little.
         num_extended = min(num_nodes, _NUM_EXTENDED) if has_bias else num_nodes
         ids = params.get("target_ids")
         depth = jnp.arange(self.tree_depth, dtype=jnp.int32)
