@@ -105,7 +105,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         features: jax.Array | None = None,
         next_token_ids: jax.Array | None = None,
     ) -> Cache:
-        """Puts the context of the prompts, or a chunk of them, into the cache.
+        """Writes the context of the prompts, or a chunk of them, into the cache.
 
         See `Drafter.prefill`; tokens are not looked at.
 
@@ -172,6 +172,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         of_columns = ids_of(ids, size)
 
         def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[Row, None]:
+            """Returns the row of a draft, which is there already, after the draft before."""
             # [B, K, Vd] -> [B, Vd]: what the draft before adds is known only now
             row = logits[:, offset]
             if has_bias:

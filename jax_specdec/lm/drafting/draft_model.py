@@ -211,6 +211,7 @@ class ModelDrafter(Drafter):
             ids = ids_of(jnp.asarray(target_ids), int(target_ids.max()) + 1)
 
         def forward(cache: Cache, last: jax.Array, offset: jax.Array) -> tuple[Row, Cache]:
+            """Returns the row of a draft and the cache, after the model has read the one before."""
             # [B, 1]: the last draft, at position n + offset, with n that of the newest token
             token_ids = self._own_ids(params, last)[:, None]
             rows = Rows(token_ids, lengths + offset - 1, recent.slots)

@@ -162,6 +162,7 @@ class DraftContext:
         changes = jnp.bool_(True) if self.changes_rows is None else self.changes_rows
 
         def process(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            """Returns false, which ends the loop below, and the processed rows."""
             _, rows = carry
             changed = processed(rows, drafts, processors, self.config)
             # [B, 1]: of a drafter's own rows, those without an allowed token stay as they were

@@ -228,6 +228,7 @@ def draft_chain(
     def step(
         state: tuple[jax.Array, Carry, DraftStore | None, DraftContext | None], offset: jax.Array
     ) -> tuple[tuple[jax.Array, Carry, DraftStore | None, DraftContext | None], jax.Array]:
+        """Returns the state after one more draft of each request, and these drafts ``[B]``."""
         # Read the last draft, draw the next one from the row after it, and store that row.
         last, carry, store, now = state
         row, carry = forward(carry, last, offset)

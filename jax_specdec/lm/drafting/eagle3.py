@@ -168,6 +168,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         def forward(
             carry: tuple[jax.Array, Cache], last: jax.Array, offset: jax.Array
         ) -> tuple[Row, tuple[jax.Array, Cache]]:
+            """Returns the row of a draft, and the head's state and cache after the one before."""
             # Read the last draft; the head's state takes the place of features. Its row is written
             # at n - 1 + offset, and the next call overwrites it with one of true features.
             state, cache = carry
@@ -202,6 +203,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
             token_ids: jax.Array,
             level: jax.Array,
         ) -> tuple[Row, tuple[jax.Array, jax.Array], Cache]:
+            """Returns the rows after the nodes of a level, what they leave, and the cache."""
             # [B, W, H], and the bits [B, W, 2] of the nodes above, which their rows left
             feedback, above = states
             width = token_ids.shape[1]

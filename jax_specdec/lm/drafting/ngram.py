@@ -63,8 +63,8 @@ class NGramDrafter(Drafter):
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             # Any integer is one; whether both are in order is said below, in one message.
-            given = getattr(self, field.name)
-            object.__setattr__(self, field.name, check_int(field.name, given, -(2**31)))
+            value = getattr(self, field.name)
+            object.__setattr__(self, field.name, check_int(field.name, value, -(2**31)))
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
                 "min_ngram and max_ngram must satisfy 1 <= min_ngram <= max_ngram, but they are "

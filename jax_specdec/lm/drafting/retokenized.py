@@ -177,8 +177,8 @@ class RetokenizingDrafter(ModelDrafter):
         proposal, model = self._draft(params, recent, own_length, context, model, store)
         drafts = jnp.where(has_room[:, None], proposal.token_ids, PLACEHOLDER_TOKEN_ID)
         # [B, L] -> [1, .., B, L]: the next prefill of a chunk finds the text here.
-        kept = token_ids.reshape(cache.token_ids.shape)
-        return proposal._replace(token_ids=drafts), RetokenizedCache(model, kept)
+        text = token_ids.reshape(cache.token_ids.shape)
+        return proposal._replace(token_ids=drafts), RetokenizedCache(model, text)
 
     def _read_between(
         self,
@@ -198,6 +198,7 @@ class RetokenizingDrafter(ModelDrafter):
         end = jnp.minimum(end, room)
 
         def read(state: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+            """Returns where unread pieces begin after one more pass, and the cache."""
             # [B]: the next piece of each request to read. Held inside the room, a pass reads some
             # pieces once more. Requests that are through read on, beyond `end`; what that writes is
             # overwritten before it is seen.

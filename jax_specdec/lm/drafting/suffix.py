@@ -61,8 +61,8 @@ class Lookup(NamedTuple):
           tree_depth: the most drafts of a path through a tree; 0 for chains.
         """
         k = self.token_ids.shape[1]
-        most = tree_depth or k
-        is_deep = jnp.arange(k, dtype=jnp.int32) >= most
+        deepest = tree_depth or k
+        is_deep = jnp.arange(k, dtype=jnp.int32) >= deepest
         # [B, K]: up to the depth. A place that occurred once agrees with 1 of 1 + 1, see `_draft`.
         token_ids = jnp.where(is_deep[None, :], PLACEHOLDER_TOKEN_ID, predicted.token_ids)
         probabilities = jnp.where(token_ids >= 0, jnp.float32(0.5), 0)
@@ -158,15 +158,15 @@ class SuffixDrafter(Drafter):
         check_int("max_occurrences", self.max_occurrences, 1, 127)
         check_int("history", self.history, 0, _MOST_HISTORY)
         check_int("tree_depth", self.tree_depth, 0, self.max_match - 1)
-        for name, most in (("spec_factor", 127.0), ("min_probability", 1.0)):
+        for name, largest in (("spec_factor", 127.0), ("min_probability", 1.0)):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             require(is_number, name, "be a number", value, error=TypeError)
-            require(0 < value <= most, name, f"be in (0, {most:g}]", value)
+            require(0 < value <= largest, name, f"be in (0, {largest:g}]", value)
             object.__setattr__(self, name, float(value))
-        most = self.max_match - 1
-        must = f"give a match of max_match - 1 = {most} tokens a draft"
-        require(most * self.spec_factor >= 1, "spec_factor", must, self.spec_factor)
+        largest = self.max_match - 1
+        must = f"give a match of max_match - 1 = {largest} tokens a draft"
+        require(largest * self.spec_factor >= 1, "spec_factor", must, self.spec_factor)
 
     @property
     def serves(self) -> DrafterServes:
@@ -220,8 +220,8 @@ class SuffixDrafter(Drafter):
     ) -> tuple[Proposal, Cache]:
         """Looks up; see `Drafter.propose`. All -1 where nothing matches."""
         del store
-        found = self.lookup(params, context)
-        return Proposal(found.token_ids, parents=found.parents), cache
+        lookup = self.lookup(params, context)
+        return Proposal(lookup.token_ids, parents=lookup.parents), cache
 
     def lookup(self, params: Params, context: DraftContext) -> Lookup:
         """Returns the drafts, and how likely they are.
@@ -285,17 +285,17 @@ class _Corpus(NamedTuple):
     def of(cls, token_ids: jax.Array, first: jax.Array, last: jax.Array, min_match: int) -> _Corpus:
         """Returns the corpus with its matches of the tokens `last`, the newest first."""
         size = token_ids.shape[0]
-        most = last.shape[0]
-        # [N] -> [most + N]: the tokens before the first are the last of the ring. No run goes over
+        longest = last.shape[0]
+        # [N] -> [D - 1 + N]: the tokens before the first are the last of the ring. No run goes over
         # the end of a text: there is a -1, which none of the last tokens equals. Where the ring's
         # newest text ends and the oldest begins, that is so, too.
-        ring = jnp.pad(token_ids, (most, 0), mode="wrap")
+        ring = jnp.pad(token_ids, (longest, 0), mode="wrap")
         # [N]: whether all tokens so far before each place are equal, and how many are
         run = token_ids >= 0
         matches = jnp.zeros((size,), jnp.int32)
-        for back in range(most):
+        for back in range(longest):
             # [N]: the token back + 1 places before each place
-            begin = most - 1 - back
+            begin = longest - 1 - back
             run &= ring[begin : begin + size] == last[back]
             matches += run.astype(jnp.int32)
         return cls(token_ids, first, jnp.where(matches >= min_match, matches, 0))
@@ -336,11 +336,11 @@ def _lookup(
 
     def best(corpora: list[_Corpus]) -> Lookup:
         """Returns the drafts of one request with the largest score; of equal ones, of its text."""
-        found, *others = (draft(corpus, drafter, k) for corpus in corpora)
+        lookup, *others = (draft(corpus, drafter, k) for corpus in corpora)
         for other in others:
-            is_better = other.scores > found.scores
-            found = jax.tree.map(lambda x, y, b=is_better: jnp.where(b, y, x), found, other)
-        return found
+            is_better = other.scores > lookup.scores
+            lookup = jax.tree.map(lambda x, y, b=is_better: jnp.where(b, y, x), lookup, other)
+        return lookup
 
     # Arrays of each corpus get a first axis of B: [B, L + 1], and [B, N] of the history.
     corpora = jax.vmap(corpora_of)(token_ids, lengths)
@@ -358,8 +358,8 @@ def _lookup(
     # Only CPUs compute nothing where nothing matches: elsewhere the host would wait to know. It is
     # one choice for all requests: under `jax.vmap` a choice for each would compute both branches.
     is_found = jnp.any(jnp.stack([jnp.any(corpus.matches > 0) for corpus in corpora]))
-    found: Lookup = lax.cond(is_found, jax.vmap(best), lambda _: nothing, corpora)
-    return found, longest
+    lookup: Lookup = lax.cond(is_found, jax.vmap(best), lambda _: nothing, corpora)
+    return lookup, longest
 
 
 def _lengths(drafter: SuffixDrafter) -> tuple[np.ndarray, np.ndarray]:
@@ -432,10 +432,10 @@ def _draft(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
     # [longest, M] -> [longest] -> [K]
     probabilities = jnp.stack(every_probability)[:, best]
     token_ids = jnp.where(probabilities > 0, jnp.stack(every_token)[:, best], PLACEHOLDER_TOKEN_ID)
-    rest = (0, k - longest)
+    missing = (0, k - longest)
     return Lookup(
-        jnp.pad(token_ids, rest, constant_values=PLACEHOLDER_TOKEN_ID),
-        jnp.pad(probabilities, rest),
+        jnp.pad(token_ids, missing, constant_values=PLACEHOLDER_TOKEN_ID),
+        jnp.pad(probabilities, missing),
         scores[best],
     )
 

@@ -111,6 +111,7 @@ class OneIndexModel(OneGroup):
         max_length = room.shape[1]
 
         def one(token_ids: jax.Array, start: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+            """Returns logits ``[S, V]`` of one request, and its cache."""
             # One request: token_ids [S], start [], positions [S], mask [S, T].
             positions = start + jnp.arange(length, dtype=jnp.int32)
             mask = jnp.arange(max_length, dtype=jnp.int32)[None, :] <= positions[:, None]
@@ -119,8 +120,9 @@ class OneIndexModel(OneGroup):
                 lambda path, x: jnp.full_like(x, start) if self.serves.is_index(path) else x, cache
             )
             # They take a batch, here of one: [S] -> [1, S], [S, T] -> [1, S, T].
-            logits, found = self.call(params, token_ids[None], positions[None], cache, mask[None])
-            return logits[0], found  # [1, S, V] -> [S, V]
+            logits, after = self.call(params, token_ids[None], positions[None], cache, mask[None])
+            # [1, S, V] -> [S, V]
+            return logits[0], after
 
         # Over requests: [B, S, V]. The weights are the same for all: `one` closes over them.
         logits, caches = jax.vmap(one)(token_ids, start, caches)

@@ -269,9 +269,9 @@ class GemmaAssistantHead:
         num_rows = rows.token_ids.shape[1]
         # [S, 2] uint32
         first_alone = np.tile(np.array([1, 0], np.uint32), (num_rows, 1))
-        own = rows._replace(start=jnp.maximum(rows.start - 1, 0))
-        step = Pass.of([own], read, c.layers)
-        # A single row in 16 bits comes twice, [1, 1] -> [1, 2], as in `Llama`, up to the final norm.
+        block = rows._replace(start=jnp.maximum(rows.start - 1, 0))
+        step = Pass.of([block], read, c.layers)
+        # A single row in 16 bits comes twice, [1, 1] -> [1, 2], as in `Llama`, up to that norm.
         if self.dtype.itemsize == 2:
             step = step.with_two_rows()
 

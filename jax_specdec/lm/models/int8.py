@@ -113,6 +113,7 @@ def quantize(params: Params, bits: int = 8) -> Params:
     embedding = params.get("embed_tokens")
 
     def one(path: KeyPath, weight: jax.Array | Int8Weight) -> jax.Array | Int8Weight:
+        """Returns a weight, as an `Int8Weight` if it is a matrix that products are taken with."""
         where = "params" + jax.tree_util.keystr(path)
         is_array = isinstance(weight, Int8Weight) or hasattr(weight, "ndim")
         require(is_array, where, "be an array", weight, error=TypeError)

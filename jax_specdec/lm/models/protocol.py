@@ -592,20 +592,21 @@ def run_in_slots(
     # Take the caches of R slots, [.., S entries, ..] -> [.., R entries, ..]; run; put them back.
     assert rows.slots is not None
     empty = owner.init_cache(rows.slots.shape[0], length)
-    own = take_cache(cache, empty, rows.slots, axis)
+    some = take_cache(cache, empty, rows.slots, axis)
     is_new = rows.start == 0
 
-    # A cache may hold more than positions, such as a count, which only an empty one resets. What
-    # lies at positions would be overwritten before it is seen.
     def cleared(old: jax.Array, new: jax.Array) -> jax.Array:
+        """Returns the entries of R requests, of those that begin anew the empty ones."""
+        # A cache may hold more than positions, such as a count, which only an empty one resets.
+        # What lies at positions would be overwritten before it is seen.
         # [R] -> [R entries] -> [.., R entries, ..], along the axis of the requests
         is_new_entry = jnp.repeat(is_new, new.shape[axis] // is_new.shape[0])
         shape = [1] * new.ndim
         shape[axis] = is_new_entry.shape[0]
         return jnp.where(is_new_entry.reshape(shape), new, old)
 
-    own, result = run(jax.tree.map(cleared, own, empty))
-    return put_cache(cache, own, rows.slots, axis), result
+    some, result = run(jax.tree.map(cleared, some, empty))
+    return put_cache(cache, some, rows.slots, axis), result
 
 
 def take_cache(cache: Cache, like: Cache, slots: jax.Array, axis: int) -> Cache:

@@ -154,6 +154,8 @@ class TensorParallelLlama:
         sharding = NamedSharding(self.mesh, P(self.axis))
 
         def place(part: Callable[[int], np.ndarray]) -> jax.Array:
+            """Returns ``[n, ...]`` of what a function gives for each device."""
+
             def read(index: Any) -> np.ndarray:
                 # One slice of each axis: the first is the entry of one device. Its part is cut out
                 # of the whole on the host, for devices of this process alone.
@@ -164,6 +166,7 @@ class TensorParallelLlama:
             return jax.make_array_from_callback(shape, sharding, read)
 
         def place_weight(path: KeyPath, x: jax.Array | Int8Weight) -> jax.Array | Int8Weight:
+            """Returns a weight ``[n, ...]``; of one in 8 bits, integers and scales alike."""
             if not isinstance(x, Int8Weight):
                 whole = np.asarray(x)
                 return place(lambda device: self._part(path, whole, device))
@@ -257,6 +260,7 @@ class TensorParallelLlama:
             return lax.psum(branch, self.axis)
 
         def embed(embed_tokens: jax.Array, token_ids: jax.Array) -> jax.Array:
+            """Returns rows ``[B, S, H]`` of an embedding whose ids are split over devices."""
             # [B, S] -> [B, S, H]: one device has the row of an id, the others add zeros.
             ids = jnp.clip(token_ids, 0, c.vocab_size - 1) - first_id
             is_local = (ids >= 0) & (ids < local.vocab_size)
