@@ -62,7 +62,7 @@ class NGramDrafter(Drafter):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            # Any integer is one; whether both are in order is said below, in one message.
+            # Any integer passes here; that both are in order is checked below, in one message.
             value = getattr(self, field.name)
             object.__setattr__(self, field.name, check_int(field.name, value, -(2**31)))
         if not 1 <= self.min_ngram <= self.max_ngram:

@@ -246,9 +246,9 @@ class SuffixDrafter(Drafter):
 def _added(history: dict[str, jax.Array], token_ids: jax.Array) -> dict[str, jax.Array]:
     """Returns the history with one more text ``[A]`` int32, which is padded with -1.
 
-    It is a ring of N places. `next` is where the next text begins. As each text ends with a -1,
-    the place before it always holds one, or nothing yet: a text that was overwritten in part seems
-    to begin there.
+    It is a ring of N places, and `next` is where the next text begins. As each text ends with a -1,
+    the place before `next` always has one: of the oldest text, which may be overwritten in part,
+    what is left seems to begin at `next`.
     """
     size = history["token_ids"].shape[0]
     first = history["next"]

@@ -248,7 +248,7 @@ class BlockHead(DraftHead):
         cos_sin = rotations(c.layers, positions)
         pairs = []
         for index, (spec, layer) in enumerate(zip(c.layers, params["layers"], strict=True)):
-            # Features are only attended to: their query is not read, and XLA leaves it out.
+            # Features are only attended to: their query is not read.
             _, key, value = rotated_heads(spec, layer, rows, cos_sin[index])
             assert key is not None and value is not None  # a head has layers of its own
             pairs.append((key, value))

@@ -271,7 +271,7 @@ class Eagle3Head(DraftHead):
         # h = x + attention(u): [B, S, 2 H] -> [B, S, H]
         cos_sin = rotation(positions, spec.rotation, spec.head_dim)
         branch = self_attention(spec, layer, h, cos_sin, attend)
-        # x is what enters the residual stream: the state itself, or its norm.
+        # The residual stream begins with the state itself, or with its norm.
         x = (normed if c.norm_before_residual else states) + branch
         if row is not None:
             # [B, S, H] -> [B, 1, H]: all positions were written, one is asked about

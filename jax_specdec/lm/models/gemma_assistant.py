@@ -271,7 +271,8 @@ class GemmaAssistantHead:
         first_alone = np.tile(np.array([1, 0], np.uint32), (num_rows, 1))
         block = rows._replace(start=jnp.maximum(rows.start - 1, 0))
         step = Pass.of([block], read, c.layers)
-        # A single row in 16 bits comes twice, [1, 1] -> [1, 2], as in `Llama`, up to that norm.
+        # A single row in 16 bits comes twice, [1, 1] -> [1, 2], as in `Llama`; one of the two is
+        # left after the last layer.
         if self.dtype.itemsize == 2:
             step = step.with_two_rows()
 
@@ -303,7 +304,7 @@ class GemmaAssistantHead:
         Raises:
           ValueError: the cache is not that of a `Llama` that fits.
         """
-        # The cache is another model's, which nobody has checked: keys must be [B N_kv, D, T].
+        # The cache is another model's: whether it fits the head is known only here.
         index = spec.keys_of
         assert index is not None
         fits = isinstance(cache, list) and len(cache) > index

@@ -1,8 +1,8 @@
 """What draft heads have in common: layers that read features of the target, and its embedding.
 
-`Eagle3Head` and `BlockHead` derive from `DraftHead`, their configs from `HeadConfig`. A head either
-has an embedding and an output matrix of its own, or its params hold the target's arrays
-(`shared_params`), which takes no memory: they are the same arrays under the head's names.
+`Eagle3Head` and `BlockHead` derive from `DraftHead`, their configs from `HeadConfig`. Where a head
+has no embedding or output matrix of its own, its params hold the target's (`shared_params`). That
+takes no memory: they are the same arrays under the head's names.
 """
 
 import abc

@@ -645,7 +645,7 @@ def put_cache(cache: Cache, some: Cache, slots: jax.Array, axis: int) -> Cache:
         size = new.shape[axis] // slots.shape[0]  # entries of one request
         # One after another: a scatter would copy the cache where `axis` is not the first.
         for row in range(slots.shape[0]):
-            # [.., R entries, ..] -> [.., entries, ..], written in place
+            # [.., R entries, ..] -> [.., entries, ..]
             entries = lax.slice_in_dim(new, row * size, (row + 1) * size, axis=axis)
             all_ = lax.dynamic_update_slice_in_dim(all_, entries, slots[row] * size, axis)
         return all_
