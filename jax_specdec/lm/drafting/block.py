@@ -1,4 +1,9 @@
-"""Drafting a whole block in one pass, with a DFlash or DSpark head."""
+"""Drafting a whole block in one pass, with a DFlash or DSpark head.
+
+`BlockDrafter` writes the target's features of new tokens into the head's cache, runs the head once,
+and draws the drafts from its rows: by `draw` as a chain, by `tree` as the best nodes of a tree. The
+head itself, and what its rows mean, is in `models/block.py`.
+"""
 
 from __future__ import annotations
 
@@ -100,13 +105,14 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         features: jax.Array | None = None,
         next_token_ids: jax.Array | None = None,
     ) -> Cache:
-        """Puts the context of the prompts, or a chunk of them, into the cache.
+        """Writes the context of the prompts, or a chunk of them, into the cache.
 
         See `Drafter.prefill`; tokens are not looked at.
 
         Raises:
           ValueError: there are no features.
         """
+        # The context of a token needs its features alone. No block is run: nothing is drafted yet.
         if features is None:
             raise ValueError("prefill must get features and next_token_ids, but it got none")
         return self.head.write_context(params, features, rows.start, cache, rows.slots)
@@ -124,18 +130,22 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         # [B]: the position of the newest token, and its id
         last = context.lengths - 1
         newest = jnp.take_along_axis(context.token_ids, last[:, None], axis=1)[:, 0]
-        # Rows of rejected drafts lie where the block is written next.
+        # Read: [B, S, A*H], of which num_features rows belong to the text, the last to the token
+        # before the newest. The others, of rejected drafts, are written as well, from the newest
+        # token's position on, where the block is written next.
         start = last - num_features
         cache = head.write_context(params, features, start, cache, context.slots)
-        # [B, n, Vd], of the first n positions of the block
+        # Draft: [B, n, Vd], of the first n positions of the block. All S rows of it are run.
         wanted = self.tree_depth or context.config.num_speculative_tokens
+        # The block stays in the cache from the newest token on; the next call's context is written
+        # over it.
         rows = Rows(newest[:, None], last, context.slots)
         logits, _, cache = head.apply(params, rows, cache, wanted)
         if self.tree_depth:
             proposal = self._tree(params, logits, newest, context)
         else:
             proposal = self._chain(params, logits, newest, context, store)
-        # A prompt of one token has no context yet, and so no drafts.
+        # A prompt of one token has no context yet, and so no drafts. [B] -> [B, 1]
         is_read = (num_features > 0)[:, None]
         drafts = jnp.where(is_read, proposal.token_ids, PLACEHOLDER_TOKEN_ID)
         return proposal._replace(token_ids=drafts), cache
@@ -158,21 +168,26 @@ class BlockDrafter(HeadDrafter[BlockHead]):
             # [B, K, Vd] -> [B, K, C], and the columns and ids of these
             logits, columns = lax.top_k(logits, self.num_candidates)
             ids = columns if ids is None else ids[columns]
+        # [Vd] of all rows, [B, K, C] of candidates, or all ids in their order
         of_columns = ids_of(ids, size)
 
         def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[Row, None]:
-            # [B, Vd]: what the draft before adds is known only now
+            """Returns the row of a draft, which is there already, after the draft before."""
+            # [B, K, Vd] -> [B, Vd]: what the draft before adds is known only now
             row = logits[:, offset]
             if has_bias:
-                own = None if columns is None else columns[:, offset]
-                row = row + head.bias(params, last, own)
+                # [B, C]: the bias is needed for the candidates of this row alone
+                candidates = None if columns is None else columns[:, offset]
+                row = row + head.bias(params, last, candidates)
             return Row(row, of_columns.of_draft(offset)), carry
 
         # At once, unless rows depend on drafts, or the store has more of them than this step.
+        # Processors count the drafts before a row, so they too make it depend on them.
         num_rows = logits.shape[1]
         is_partial = store is not None and len(store.positions) > num_rows
         if not (has_bias or is_partial or context.processors is not None):
             return draft_at_once(logits, context, store, of_columns)
+        # The first row's bias is that of the newest token.
         first, _ = forward(None, newest, jnp.int32(0))
         proposal, _ = draft_chain(first, None, forward, context, store)
         return proposal
@@ -186,6 +201,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         has_bias = head.config.markov_rank is not None
         num_candidates = self.num_candidates
         num_nodes = context.config.num_speculative_tokens
+        # Without a bias, nodes have the same children: to extend all of them costs little.
         num_extended = min(num_nodes, _NUM_EXTENDED) if has_bias else num_nodes
         ids = params.get("target_ids")
         depth = jnp.arange(self.tree_depth, dtype=jnp.int32)
@@ -205,25 +221,28 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         elif has_bias:
             assert num_candidates is not None
             # [B, D, C]: chosen once, and where each is among the head's columns
-            found = best(logits, depth, num_candidates)
-            columns = found.token_ids
+            every_level = best(logits, depth, num_candidates)
+            columns = every_level.token_ids
             if ids is not None:
-                own = jnp.arange(len(ids), dtype=jnp.int32)
-                columns = jnp.zeros((size,), jnp.int32).at[ids].set(own)[columns]
+                # [Vd] -> [V] -> [B, D, C]: the column of each target id. Ids that the head does not
+                # score have column 0; they are candidates with a score of -inf alone.
+                column = jnp.arange(len(ids), dtype=jnp.int32)
+                columns = jnp.zeros((size,), jnp.int32).at[ids].set(column)[columns]
 
             def children(d: int, token_ids: jax.Array) -> Children:
                 # [B, W, C]: of each node's token, for the candidates of the level
                 bias = head.bias(params, token_ids, columns[:, d, None])
-                level = Children(found.token_ids[:, d, None], found.scores[:, d, None])
+                level = Children(every_level.token_ids[:, d, None], every_level.scores[:, d, None])
                 return with_bias(level, bias)
 
         else:
             # [B, D, C]: the nodes of a level have the same children
-            found = best(logits, depth, min(num_nodes, num_candidates or size))
+            every_level = best(logits, depth, min(num_nodes, num_candidates or size))
 
             def children(d: int, token_ids: jax.Array) -> Children:
-                return Children(found.token_ids[:, d, None], found.scores[:, d, None])
+                # [B, 1, C]: one entry on the axis of nodes says to `grow` that they are shared
+                return Children(every_level.token_ids[:, d, None], every_level.scores[:, d, None])
 
-        candidates = grow(children, newest, self.tree_depth, num_nodes, num_extended)
-        token_ids, parents = best_nodes(candidates, num_nodes)
+        nodes = grow(children, newest, self.tree_depth, num_nodes, num_extended)
+        token_ids, parents = best_nodes(nodes, num_nodes)
         return Proposal(token_ids, parents=parents)

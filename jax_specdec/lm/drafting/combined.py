@@ -1,4 +1,10 @@
-"""Lookup beside a drafter that runs a model: in each step a request has drafts of one of them."""
+"""`FirstOf`: lookup beside a drafter that runs a model; in a step, a request has drafts of one.
+
+Both draft in every step. A `_Memory` lies beside the head's cache, so the decoding loops carry it
+and move it between requests as they do any cache. It holds, for each request, how many drafts of
+the lookup and of the head came true so far. With the counts of this step's lookup that says which
+of the two promises more accepted drafts.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +36,8 @@ _FIRST_RATE = 0.7
 """The rate at which the head's drafts are expected to be accepted before any step."""
 
 _WEIGHT = 2.0
-"""The weight of what is expected, in drafts. Of a lookup, that is what its counts say."""
+"""How many drafts what is expected before any step counts as, beside those seen: `_FIRST_RATE` for
+the head, for the lookup that as many drafts come true as its counts say."""
 
 
 class _Memory(NamedTuple):
@@ -74,29 +81,35 @@ class _Memory(NamedTuple):
         All new tokens but the last were drafts that were accepted. A first draft that equals the
         only new token was not verified: nobody wanted drafts, or others were verified.
         """
+        # A step adds the drafts that it accepts, and one token more: num_new - 1 were accepted.
         num_new = context.lengths - self.length
-        # [B, 1]: the token that came first
+        # [B] -> [B, 1]: the first of the new tokens, at the position of the drafts that came first
         came = jnp.take_along_axis(context.token_ids, self.length[:, None], axis=1, mode="clip")
-        # [B, 2]: how many drafts of the lookup, and of the head, are known to be right
+        # [B, 2]: how many drafts of the lookup, and of the head, are known to be right. The number
+        # of accepted drafts is read below only for the one of the two that was verified.
         is_right = (self.first == came).astype(jnp.int32)
         num_right = jnp.maximum(num_new[:, None] - 1, is_right)
         is_known = (self.length > 0) & (num_new > 0)
-        # [B, 2]: right and expected, of all drafts of a lookup that was verified, or of its first
+        # [B, 2]: right and expected, of all drafts of a lookup that was verified, or of its first.
+        # Had its drafts been verified, a right first one would have come with one token more.
         was_verified = self.is_lookup & ((num_new > 1) | (is_right[:, 0] == 0))
         lookup = jnp.where(
             was_verified[:, None],
             jnp.stack([num_right[:, 0].astype(jnp.float32), self.expected[:, 1]], axis=1),
             jnp.stack([is_right[:, 0].astype(jnp.float32), self.expected[:, 0]], axis=1),
         )
-        # [B, 2]: accepted and verified, of the head's drafts; the first that is wrong was verified
+        # [B, 2]: accepted and verified, of the head's drafts. The first that is wrong was verified,
+        # those after it were not; if all are right, there is none that is wrong.
         visited = jnp.minimum(num_right[:, 1] + 1, self.num_drafts)
         head = jnp.stack([num_right[:, 1], visited], axis=1).astype(jnp.float32)
-        # [B, 2]: who learns: the lookup, of any step; the head, only of steps with its own drafts
+        # [B, 2]: who learns: the lookup, of any step; the head, only of steps with its own drafts.
+        # Neither learns of a step in which it drafted nothing.
         taught = (
             is_known[:, None]
             & (self.first >= 0)
             & jnp.stack([jnp.ones_like(self.is_lookup), ~self.is_lookup], axis=1)
         )
+        # [B, 2] each: sums over steps, in which a step counts 0.9 times as much as the next one
         return self._replace(
             lookup=jnp.where(taught[:, :1], _FADE * self.lookup + lookup, self.lookup),
             head=jnp.where(taught[:, 1:], _FADE * self.head + head, self.head),
@@ -109,6 +122,7 @@ class _Memory(NamedTuple):
         So they are scaled by what came true of them.
         """
         # [B, K] -> [B]: the expected number of accepted drafts, a sum over the chances of each
+        # A scaled chance is one still: at most 1.
         right, due = self.lookup.T
         scale = (right + _WEIGHT) / (due + _WEIGHT)
         by_lookup = jnp.sum(jnp.minimum(scale[:, None] * found.probabilities, 1.0), axis=1)
@@ -133,6 +147,7 @@ class _Memory(NamedTuple):
             num_drafts=jnp.cumprod((drafts >= 0).astype(jnp.int32), axis=1).sum(1, dtype=jnp.int32),
             is_lookup=is_lookup,
         )
+        # [B] -> [B, 1]: fields are [B] or [B, 2]
         runs = context.runs[:, None]
 
         def if_it_runs(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -176,14 +191,17 @@ class FirstOf(Drafter):
     def __post_init__(self) -> None:
         check_type("lookup", self.lookup, SuffixDrafter)
         check_type("head", self.head, Drafter)
-        for name, one in (("lookup", self.lookup), ("head", self.head)):
+        # A choice between a tree and a chain would have to choose parents, too.
+        for name, drafter in (("lookup", self.lookup), ("head", self.head)):
             must = "propose chains, without a tree_depth"
-            require(not one.serves.tree_depth, name, must, one)
+            require(not drafter.serves.tree_depth, name, must, drafter)
 
     @property
     def serves(self) -> DrafterServes:
         """Declares what the head does, which always drafts, and in what the lookup looks."""
         lookup = self.lookup.serves
+        # Features, slots, chunks and kept rows are what the head's cache needs. The memory needs
+        # none of them: it lies along the same axis, and `prefill` resets it.
         return dataclasses.replace(
             self.head.serves,
             may_abstain=False,
@@ -230,6 +248,7 @@ class FirstOf(Drafter):
         head_cache, memory = cache
         axis = self.serves.batch_axis
         head_cache = self.head.prefill(params[1], rows, head_cache, features, next_token_ids)
+        # A slot may hold what a request before this one left.
         new = _Memory.create(rows.token_ids.shape[0])
         return head_cache, _with_memory_of(memory, new, rows.slots, axis)
 
@@ -238,22 +257,24 @@ class FirstOf(Drafter):
     ) -> tuple[Proposal, Cache]:
         """Drafts with both, and chooses; see `Drafter.propose`."""
         axis = self.serves.batch_axis
-        head_cache, every = cache
-        # What came of the drafts before, and new drafts of both, [B, K] each.
-        memory = _memory_of(every, context.slots, axis).after(context)
-        found = self.lookup.lookup(params[0], context)
+        head_cache, all_memory = cache
+        # Read: what came of the drafts of the last step, of the B requests of this one.
+        memory = _memory_of(all_memory, context.slots, axis).after(context)
+        # Draft: [B, K] of each. The head drafts whatever is chosen, which keeps its cache whole.
+        looked_up = self.lookup.lookup(params[0], context)
         (drafts, store, _), head_cache = self.head.propose(params[1], context, head_cache, store)
         # [B]: a request drafts by lookup where that promises more, or the head has nothing
         k = context.config.num_speculative_tokens
-        is_better = memory.prefers_lookup(found, k) | (drafts[:, 0] < 0)
-        is_lookup = (found.token_ids[:, 0] >= 0) & is_better
-        memory = memory.with_drafts(context, found, drafts, is_lookup)
-        token_ids = jnp.where(is_lookup[:, None], found.token_ids, drafts)
+        is_better = memory.prefers_lookup(looked_up, k) | (drafts[:, 0] < 0)
+        is_lookup = (looked_up.token_ids[:, 0] >= 0) & is_better
+        # Store: the first drafts of both, so that the next step can compare them with the text.
+        memory = memory.with_drafts(context, looked_up, drafts, is_lookup)
+        token_ids = jnp.where(is_lookup[:, None], looked_up.token_ids, drafts)
         if store is not None:
             # What a lookup drafts was not drawn from these rows: it is verified one-hot.
             store = store.evict(is_lookup)
-        every = _with_memory_of(every, memory, context.slots, axis)
-        return Proposal(token_ids, store), (head_cache, every)
+        all_memory = _with_memory_of(all_memory, memory, context.slots, axis)
+        return Proposal(token_ids, store), (head_cache, all_memory)
 
 
 def _with_batch_axis(memory: _Memory, axis: int) -> _Memory:
@@ -265,8 +286,10 @@ def _with_batch_axis(memory: _Memory, axis: int) -> _Memory:
 def _memory_of(every: _Memory, slots: jax.Array | None, axis: int) -> _Memory:
     """Returns the memory of some requests, or of all, whose first axes hold them."""
     if slots is not None:
+        # Of `like` the shapes alone are read: they say how many entries a request has.
         like = _with_batch_axis(_Memory.create(slots.shape[0]), axis)
         every = take_cache(every, like, slots, axis)
+    # [1, .., B, ..] -> [B, ..]
     return jax.tree.map(lambda x: x.reshape(x.shape[axis:]), every)
 
 

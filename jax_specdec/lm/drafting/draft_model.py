@@ -1,4 +1,10 @@
-"""Drafting with a smaller model, whose vocabulary is the target's or a part of it."""
+"""Drafting with a smaller model, whose vocabulary is the target's or a part of it.
+
+Each step reads the tokens that are new since the last one, which gives the first draft, and then
+each draft, which gives the next one. What the model read of rejected drafts lies in its cache at
+positions that the next step overwrites. `RetokenizingDrafter` is the same with a model of another
+vocabulary: it puts other tokens in the place of the target's.
+"""
 
 from __future__ import annotations
 
@@ -123,9 +129,10 @@ class ModelDrafter(Drafter):
         """
 
         def one_token(params: Params) -> jax.Array:
-            one = Rows(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32))
-            return self._read(params, one, self.model.init_cache(1, 1))[0]
+            row = Rows(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32))
+            return self._read(params, row, self.model.init_cache(1, 1))[0]
 
+        # Of [1, 1, Vd] the shape and the dtype alone: nothing is run.
         logits = jax.eval_shape(one_token, params)
         width = logits.shape[-1]
         ids = self._target_ids
@@ -135,6 +142,7 @@ class ModelDrafter(Drafter):
             check_int("num_candidates", self.num_candidates, 1, width)
         if not config.keeps_draft_distribution:
             return None
+        # Rows of candidates list their own ids; others have one list for all, or all ids in order.
         has_candidates = self.num_candidates is not None
         store = DraftStore.create(
             batch_size,
@@ -169,6 +177,9 @@ class ModelDrafter(Drafter):
         # [B, W]: all that is new, as what was verified need not be what the model drafted and read.
         # Of a request that does not run, what was read stays as it is.
         width = context.num_unread
+        # [B], the first position, at most lengths - 1, so that the newest token is among the rows.
+        # What is read after it, in a text shorter than W or of a request that does not run, lies at
+        # positions that later rows overwrite.
         lengths = context.lengths
         start = jnp.where(context.runs, jnp.maximum(lengths - width, 0), lengths - 1)
         place = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -192,15 +203,19 @@ class ModelDrafter(Drafter):
           lengths: ``[B]`` int32, its tokens up to the newest.
           cache: the model's.
         """
-        known = self._target_ids
+        # [Vd], known when the program is traced. Rows on target ids need columns up to the largest
+        # of them, and no more.
+        target_ids = self._target_ids
         ids = ids_of(None, 0)
-        if known is not None:
-            ids = ids_of(jnp.asarray(known), int(known.max()) + 1)
+        if target_ids is not None:
+            ids = ids_of(jnp.asarray(target_ids), int(target_ids.max()) + 1)
 
         def forward(cache: Cache, last: jax.Array, offset: jax.Array) -> tuple[Row, Cache]:
+            """Returns the row of a draft and the cache, after the model has read the one before."""
             # [B, 1]: the last draft, at position n + offset, with n that of the newest token
             token_ids = self._own_ids(params, last)[:, None]
             rows = Rows(token_ids, lengths + offset - 1, recent.slots)
+            # [B, 1] -> [B, 1, Vd] -> [B, Vd]
             if lengths.shape[0] > 1:
                 logits, cache = self._read(params, rows, cache)
                 return Row(logits[:, 0], ids), cache
@@ -209,6 +224,7 @@ class ModelDrafter(Drafter):
 
         logits, cache = self._read(params, recent, cache)
         # [B, W, Vd] -> [B, Vd]: the row of the newest token
+        # Draft 0 is drawn from it, so the model runs K - 1 times more.
         newest = (lengths - 1 - recent.start)[:, None, None]
         return draft_chain(
             Row(jnp.take_along_axis(logits, newest, axis=1)[:, 0], ids),

@@ -1,4 +1,9 @@
-"""The contract between the decoding loops and a drafter: a `DraftContext` in, a `Proposal` back."""
+"""The contract between the decoding loops and a drafter: a `DraftContext` in, a `Proposal` back.
+
+The loops own all arrays: the sequences, the drafter's cache, and the store of what drafts were
+drawn from. A `Drafter` is static and gets them with every call. What it can do beside proposing it
+declares in `DrafterServes`; the loops ask for nothing else.
+"""
 
 from __future__ import annotations
 
@@ -112,6 +117,7 @@ class DraftContext:
         Args:
           token_ids: ``[B]`` int32.
         """
+        # [B] each: token b goes to position lengths[b] of row b; processors count it likewise
         requests = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
         processors = self.processors
         if processors is not None:
@@ -150,13 +156,16 @@ class DraftContext:
     def processed(self, logits: jax.Array, drafts: Drafts | None = None) -> jax.Array:
         """Returns what `process_logits` does, of rows that need no checks."""
         processors = self.processors
+        # Whether there are processors is static; whether any request uses them, the device knows.
         if processors is None:
             return logits
         changes = jnp.bool_(True) if self.changes_rows is None else self.changes_rows
 
         def process(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            """Returns false, which ends the loop below, and the processed rows."""
             _, rows = carry
             changed = processed(rows, drafts, processors, self.config)
+            # [B, 1]: of a drafter's own rows, those without an allowed token stay as they were
             if drafts is None:
                 is_empty = jnp.all(changed == -jnp.inf, axis=1, keepdims=True)
                 changed = jnp.where(is_empty, rows, changed)
@@ -171,6 +180,8 @@ class DraftContext:
 
 def with_fewer_drafts(config: SpecDecodeConfig, num_drafts: int) -> SpecDecodeConfig:
     """Returns the config of a step with fewer drafts."""
+    # [K] -> the first n: P(drafts 0..i all accepted) does not depend on those after them. Rates say
+    # what a length says, so they take its place.
     rates = config.unconditional_rates
     return dataclasses.replace(
         config,
@@ -252,6 +263,7 @@ class DrafterServes:
     slots: bool = False
 
     def __post_init__(self) -> None:
+        # A drafter of the user's own declares this: so all fields are checked, where they are made.
         layers = self.aux_hidden_state_layers
         are_layers = isinstance(layers, tuple) and all(type(layer) is int for layer in layers)
         require(

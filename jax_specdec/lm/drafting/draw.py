@@ -1,4 +1,9 @@
-"""Drafts of each request: rows processed, sampled from, and stored, one after another."""
+"""Drafts of each request: rows processed, sampled from, and stored, one after another.
+
+A drafter that computes rows of logits gives the first of them, and a function for those after it,
+to `draft_chain`; or all K at once, if none depends on a draft, to `draft_at_once`. Its columns need
+not be the target's ids: `Ids` says which they stand for, one class for each kind of list.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +77,11 @@ class _MappedIds(Ids):
         return self.ids
 
     def at(self, columns: jax.Array) -> Ids:
+        # [Vd] -> [N, C]: each row has its own columns
         return _ListedIds(self.vocab_size, self.ids[columns])
 
     def on_target(self, logits: jax.Array) -> jax.Array:
+        # [N, Vd] -> [N, V]: an id that the drafter does not score is never drawn
         rows = jnp.full((logits.shape[0], self.vocab_size), -jnp.inf, logits.dtype)
         return rows.at[:, self.ids].set(logits)
 
@@ -102,12 +109,14 @@ class _ListedIds(Ids):
         return _ListedIds(self.vocab_size, of_draft)
 
     def of_rows(self) -> Ids:
+        # [B, K, C] -> [K * B, C]
         return _ListedIds(self.vocab_size, _by_draft(self.ids))
 
     def at(self, columns: jax.Array) -> Ids:
         return _ListedIds(self.vocab_size, jnp.take_along_axis(self.ids, columns, axis=1))
 
     def on_target(self, logits: jax.Array) -> jax.Array:
+        # [N, C] -> [N, V]
         rows = jnp.full((logits.shape[0], self.vocab_size), -jnp.inf, logits.dtype)
         return jnp.put_along_axis(rows, self.ids, logits, axis=1, inplace=False)
 
@@ -174,7 +183,8 @@ class Draws:
             # [B, Vd] -> [B, V] -> [B, Vd]: processors know target ids
             logits = ids.of_target(self.now.processed(ids.on_target(logits)))
         if self.store is not None:
-            # Rounded before anything is drawn, so that q is what is stored.
+            # Rounded before anything is drawn, so that q is what is stored. Verification reads the
+            # stored row, and is exact only for the distribution that the draft was drawn from.
             logits = logits.astype(self.store.logits.dtype)
             if self.num_candidates is not None:
                 # [B, Vd] -> [B, C], which are on every device
@@ -211,23 +221,28 @@ def draft_chain(
     Returns:
       The proposal, and the last carry.
     """
+    # Only processors read the sequence with its drafts: without them it is not carried.
     now = None if context.processors is None else context
     draws = Draws(context, store, now, num_candidates, sharding)
 
     def step(
         state: tuple[jax.Array, Carry, DraftStore | None, DraftContext | None], offset: jax.Array
     ) -> tuple[tuple[jax.Array, Carry, DraftStore | None, DraftContext | None], jax.Array]:
+        """Returns the state after one more draft of each request, and these drafts ``[B]``."""
+        # Read the last draft, draw the next one from the row after it, and store that row.
         last, carry, store, now = state
         row, carry = forward(carry, last, offset)
         drawn, after = dataclasses.replace(draws, store=store, now=now).row(row, offset)
         return (drawn, carry, after.store, after.now), drawn
 
+    # The first row is there already: the drafter runs K - 1 times, in a scan, so that its pass is
+    # compiled once.
     first, after = draws.row(row, jnp.int32(0))
     offsets = jnp.arange(1, context.config.num_speculative_tokens, dtype=jnp.int32)
     start = (first, carry, after.store, after.now)
-    (_, carry, store, _), rest = lax.scan(step, start, offsets)
+    (_, carry, store, _), later = lax.scan(step, start, offsets)
     # [B] and [K - 1, B] -> [B, K]
-    drafts = jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, 1)
+    drafts = jnp.moveaxis(jnp.concatenate([first[None], later]), 0, 1)
     return Proposal(drafts, store), carry
 
 
@@ -250,6 +265,7 @@ def draft_at_once(
     batch_size, count, _ = logits.shape
 
     def repeated(x: jax.Array) -> jax.Array:
+        # [B, ...] -> [K * B, ...]: all requests for draft 0, then for draft 1, as the rows lie
         return jnp.concatenate([x] * count)
 
     def with_slots(store: DraftStore, *shape: int) -> DraftStore:
@@ -259,20 +275,23 @@ def draft_at_once(
             temperature=store.temperature.reshape(shape),
         )
 
+    # [B, K, Vd] -> [K * B, Vd]
     rows = _by_draft(logits)
-    own_ids = ids.of_rows()
+    row_ids = ids.of_rows()
     if store is not None:
         rows = rows.astype(store.logits.dtype)
-        # One write of one draft for each of K * B slots, in place of K writes.
+        # One write of one draft for each of K * B slots, in place of K writes. Row offset * B + b
+        # of a store of B slots is row 0 * (K * B) + (offset * B + b) of a store of K * B.
         store = with_slots(store, 1, count * batch_size)
     # [B] -> [K * B]: a request for each row
     sampling = jax.tree.map(repeated, context.sampling)
     keys = repeated(context.keys)
     lengths = repeated(context.lengths)
-    each = dataclasses.replace(context, sampling=sampling, keys=keys, lengths=lengths)
+    row_context = dataclasses.replace(context, sampling=sampling, keys=keys, lengths=lengths)
     # [K * B]: the draft that each row is of
     offset = jnp.repeat(jnp.arange(count, dtype=jnp.int32), batch_size)
-    drawn, store = _draw(rows, own_ids, each, store, offset, jnp.int32(0), None)
+    # Noise goes by the draft's offset; in the store as it is here, all rows are of its draft 0.
+    drawn, store = _draw(rows, row_ids, row_context, store, offset, jnp.int32(0), None)
     if store is not None:
         store = with_slots(store, count, batch_size)
     # [K * B] -> [B, K]
@@ -315,6 +334,7 @@ def _draw(
         sharding = None
     rows = DraftRows(logits, context.sampling, context.lengths, offset, ids.columns)
     drawn = sample(rows, context.keys, config, sharding)
+    # None if the config drafts greedily: such drafts are verified one-hot, and no row is read.
     if store is not None and drawn.log_normalizer is not None:
         store = store.write_rows(rows._replace(offset=place), drawn)
     return drawn.token_ids, store

@@ -1,4 +1,9 @@
-"""Drafting with an EAGLE-3 head, which reads what the target computed."""
+"""Drafting with an EAGLE-3 head, which reads what the target computed.
+
+A step has two halves: `_extend` runs the head over what the target ran last, in one pass; then
+`_chain` or `_tree` drafts, by a pass for each draft or for each level. The head itself is in
+`models/eagle3.py`, what is drawn from its rows in `draw` and `tree`.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +78,8 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """Returns the head's cache, with room for the nodes of a tree after the text."""
+        # `tree_mask` has a bit for each of 64 positions from the newest token's on: as much room is
+        # enough for all levels.
         room = TREE_MASK_BITS if self.tree_depth else 0
         return self.head.init_cache(batch_size, max_length + room)
 
@@ -99,6 +106,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
             raise ValueError("prefill must get features and next_token_ids, but it got none")
         # [B, P]: row i reads the features of token i, and token i + 1
         shifted = jnp.concatenate([rows.token_ids[:, 1:], next_token_ids[:, None]], axis=1)
+        # Past the end of a prompt rows are of padding, which later rows overwrite.
         states = self.head.project(params, features)
         return self.head.apply(params, states, rows._replace(token_ids=shifted), cache)[2]
 
@@ -110,13 +118,14 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         Raises:
           ValueError: the context has no features.
         """
+        # Read: what the target ran last. Its last row gives the first draft, [B, 1, Vd].
         _, num_features = features_of(context)
         logits, state, cache = self._extend(params, context, cache)
         if self.tree_depth:
             proposal, cache = self._tree(params, logits, state, context, cache)
         else:
             proposal, cache = self._chain(params, logits, state, context, cache, store)
-        # A prompt of one token has no row before its newest, and so no drafts.
+        # A prompt of one token has no row before its newest, and so no drafts. [B] -> [B, 1]
         is_read = (num_features > 0)[:, None]
         drafts = jnp.where(is_read, proposal.token_ids, PLACEHOLDER_TOKEN_ID)
         return proposal._replace(token_ids=drafts), cache
@@ -132,13 +141,14 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         features, num_features = features_of(context)
         size = features.shape[1]
         longest = context.token_ids.shape[1] + (TREE_MASK_BITS if self.tree_depth else 0)
-        # [B]: the position of the first of these, so that the last one is n - 1
+        # [B]: the position of the first of these, so that the last one is n - 1. Rows of rejected
+        # drafts come after it. A request that runs has room for all S; the bound is for others.
         start = jnp.clip(context.lengths - 1 - num_features, 0, longest - size)
         # [B, S]: row i reads the features of token i, and token i + 1
         place = start[:, None] + 1 + jnp.arange(size, dtype=jnp.int32)[None, :]
         shifted = jnp.take_along_axis(context.token_ids, place, axis=1, mode="clip")
         states = self.head.project(params, features)
-        # [B]: the only row that is about a draft is the last one
+        # [B]: the only row that is about a draft is the last one, at n - 1. All S are written.
         row = jnp.maximum(num_features - 1, 0)
         return self.head.apply(params, states, Rows(shifted, start, context.slots), cache, row)
 
@@ -158,6 +168,9 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         def forward(
             carry: tuple[jax.Array, Cache], last: jax.Array, offset: jax.Array
         ) -> tuple[Row, tuple[jax.Array, Cache]]:
+            """Returns the row of a draft, and the head's state and cache after the one before."""
+            # Read the last draft; the head's state takes the place of features. Its row is written
+            # at n - 1 + offset, and the next call overwrites it with one of true features.
             state, cache = carry
             # [B, 1]: row n - 1 + offset, inside the cache, reads its own state and the last draft
             start = jnp.minimum(context.lengths - 2 + offset, longest - 1)
@@ -190,12 +203,16 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
             token_ids: jax.Array,
             level: jax.Array,
         ) -> tuple[Row, tuple[jax.Array, jax.Array], Cache]:
+            """Returns the rows after the nodes of a level, what they leave, and the cache."""
+            # [B, W, H], and the bits [B, W, 2] of the nodes above, which their rows left
             feedback, above = states
             width = token_ids.shape[1]
-            # [W] -> [B, W, 2]: each node sees its ancestors, and itself
+            # [W] -> [B, W, 2]: each node sees its ancestors, and itself. Levels of W nodes lie one
+            # after another, so node w of a level is row level * W + w of the tree.
             first_row = level * width
-            own = node_bits(first_row + jnp.arange(width, dtype=jnp.int32))
-            tree_mask = above | own[None]
+            own_bits = node_bits(first_row + jnp.arange(width, dtype=jnp.int32))
+            tree_mask = above | own_bits[None]
+            # Level 0 is at position n, where a chain has the row of its first draft.
             rows = Rows(
                 token_ids,
                 start=context.lengths - 1,
@@ -208,7 +225,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
 
         # [B, 1, 2]: node 0 has no row of its own here
         none = jnp.zeros((*state.shape[:2], 2), jnp.uint32)
-        # The last level is not run, and `tree_mask` has a bit for each node that is.
+        # The last level is not run, and `tree_mask` has a bit for each node that is: at most 64.
         num_levels = min(self.tree_depth, context.config.num_speculative_tokens) - 1
         width = min(WIDTH, TREE_MASK_BITS // max(num_levels, 1))
         first = Row(logits, ids)

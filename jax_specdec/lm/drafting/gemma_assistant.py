@@ -1,4 +1,9 @@
-"""Drafting with an assistant of Gemma 4, which reads the target's cache."""
+"""Drafting with an assistant of Gemma 4, which reads the target's cache.
+
+A step makes one state of the target's last feature, then runs the assistant once for each draft, or
+for each level of a tree. Nothing is written: there is no cache of its own, so nothing is read of
+prompts and nothing is to be taken back. The assistant itself is in `models/gemma_assistant.py`.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +87,7 @@ class GemmaAssistantDrafter(HeadDrafter[GemmaAssistantHead]):
         features, num_features = features_of(context)
         if context.target_cache is None:
             raise ValueError("context must have the target_cache, but it has none")
+        # [B]: the position n of the newest token, whose keys the target's cache has not, and its id
         newest = context.lengths - 1
         token = jnp.take_along_axis(context.token_ids, newest[:, None], axis=1)[:, 0]
         # [B, S, Ht] -> [B, 1, Ht]: of position n - 1, the last row that the target has kept
@@ -91,15 +97,17 @@ class GemmaAssistantDrafter(HeadDrafter[GemmaAssistantHead]):
 
         def run(states: jax.Array, token_ids: jax.Array) -> tuple[Row, jax.Array]:
             """Returns the rows after tokens ``[B, S]``, and the states that they leave."""
+            # Whatever is drafted, rows stand at n, and see positions 0 to n - 1.
             rows = Rows(token_ids, newest, context.slots)
-            found = self.head.apply(params, states, rows, context.target_cache)
+            output = self.head.apply(params, states, rows, context.target_cache)
             # [B, S, C] -> [B * S, C]: of an ordered head, known with the rows
-            ids = None if found.ids is None else found.ids.reshape(-1, found.ids.shape[2])
-            return Row(found.logits, ids_of(ids, self.head.vocab_size)), found.states
+            ids = None if output.ids is None else output.ids.reshape(-1, output.ids.shape[2])
+            return Row(output.logits, ids_of(ids, self.head.vocab_size)), output.states
 
         def after_draft(
             state: jax.Array, token: jax.Array, offset: jax.Array
         ) -> tuple[Row, jax.Array]:
+            # [B] -> [B, 1] -> [B, 1, Vd] -> [B, Vd]
             row, state = run(state, token[:, None])
             return Row(row.logits[:, 0], row.ids), state
 
@@ -109,13 +117,14 @@ class GemmaAssistantDrafter(HeadDrafter[GemmaAssistantHead]):
             rows, states = run(states, token_ids)
             return rows, states, None
 
+        # The row of the newest token gives the first draft, or the children of node 0.
         if self.tree_depth:
             first, state = run(state, token[:, None])
             proposal, _ = draft_tree(first, state, None, after_level, context, self.tree_depth)
         else:
             first, state = after_draft(state, token, jnp.int32(0))
             proposal, _ = draft_chain(first, state, after_draft, context, store)
-        # A prompt of one token has no row before its newest, and so no drafts.
+        # A prompt of one token has no row before its newest, and so no drafts. [B] -> [B, 1]
         is_read = (num_features > 0)[:, None]
         drafts = jnp.where(is_read, proposal.token_ids, PLACEHOLDER_TOKEN_ID)
         return proposal._replace(token_ids=drafts), cache

@@ -1,4 +1,8 @@
-"""What drafters with heads have in common."""
+"""What drafters with heads have in common: what they declare, their cache and their store.
+
+`Eagle3Drafter`, `BlockDrafter` and `GemmaAssistantDrafter` derive from `HeadDrafter`, and say what
+is read and drafted in a step. A head's features come with the `DraftContext` of each step.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +34,8 @@ class HeadDrafter(Drafter, Generic[Head]):
     @property
     def serves(self) -> DrafterServes:
         """Declares the features that the head reads, and trees if there are."""
+        # Each entry of a head's cache belongs to a position, and the tokens up to the next one
+        # decide what it is. So a later request may begin with what steps left, whoever drafted.
         return DrafterServes(
             aux_hidden_state_layers=self.head.aux_hidden_state_layers,
             tree_depth=self.tree_depth,
@@ -54,6 +60,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         """
         if not config.keeps_draft_distribution:
             return None
+        # Rows of candidates have ids of their own; other rows the head's list, if it has one.
         ids = None if num_candidates is not None else params.get("target_ids")
         if ids is not None:
             ids = jnp.array(ids)  # a copy: a state is donated, weights are not

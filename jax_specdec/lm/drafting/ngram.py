@@ -62,8 +62,9 @@ class NGramDrafter(Drafter):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            given = getattr(self, field.name)
-            object.__setattr__(self, field.name, check_int(field.name, given, -(2**31)))
+            # Any integer passes here; that both are in order is checked below, in one message.
+            value = getattr(self, field.name)
+            object.__setattr__(self, field.name, check_int(field.name, value, -(2**31)))
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
                 "min_ngram and max_ngram must satisfy 1 <= min_ngram <= max_ngram, but they are "
@@ -81,6 +82,7 @@ class NGramDrafter(Drafter):
         """Looks up; see `Drafter.propose`. All -1 where nothing matches."""
         del params, store
         lookup = functools.partial(self._lookup, k=context.config.num_speculative_tokens)
+        # [B, L] -> [B, K] drafts, and [B] lengths of the matches
         token_ids, num_matching = jax.vmap(lookup)(context.token_ids, context.lengths)
         predicted = look_up_predictions(context, self.max_ngram)
         if predicted is not None:
@@ -96,6 +98,9 @@ class NGramDrafter(Drafter):
         matches = jnp.zeros_like(place)
         run = jnp.ones(tokens.shape, bool)
         for back in range(1, self.max_ngram + 1):
+            # []: the token `back` from the end; [L]: the one `back` before each place. A roll
+            # brings the end of the buffer to the first places, which have no such token. Where
+            # `back` is above the length, no place of the text has one.
             suffix = tokens[jnp.maximum(length - back, 0)]
             earlier = jnp.roll(tokens, back)
             run &= (earlier == suffix) & (place >= back)

@@ -73,14 +73,17 @@ def _look_up(
     # [D + A]: the last tokens of the prompt, in order, and the prediction
     before = jnp.where(back <= start, text[jnp.maximum(start - back, 0)], PLACEHOLDER_TOKEN_ID)
     expected = jnp.concatenate([before[::-1], prediction])
-    # [A]: whether all tokens so far before each place are equal, and how many are
+    # [A]: whether all tokens so far before each place are equal, and how many are. A place
+    # past the end of the prediction has no token to draft.
     run = prediction >= 0
     matches = jnp.zeros((size,), jnp.int32)
     for i in range(most):
+        # [A]: the token i + 1 places before each place of the prediction
         begin = most - 1 - i
         run &= expected[begin : begin + size] == last[i]
         matches += run.astype(jnp.int32)
-    # [A]: one number that orders by the match, then by the distance
+    # [A]: one number that orders by the match, then by the distance from as many tokens as the
+    # text has got since its prompt. If nothing matches, the best is not used.
     distance = jnp.abs(jnp.arange(size, dtype=jnp.int32) - (length - start))
     best = jnp.argmax(matches * size - jnp.minimum(distance, size - 1))
     # [K]: what follows there

@@ -130,9 +130,11 @@ class RetokenizingDrafter(ModelDrafter):
         """Runs the model over the pieces of prompts, or of a chunk; see `Drafter.prefill`."""
         batch_size, length = rows.token_ids.shape
         requests = jnp.arange(batch_size)[:, None]
-        # [B, L]
+        # Store: the chunk's tokens, beside those of earlier chunks. Where a piece lies in the
+        # model's cache depends on all tokens before it. [1, .., B, L] -> [B, L]
         token_ids = cache.token_ids.reshape(batch_size, -1)
         token_ids = token_ids.at[requests, rows.places].set(rows.token_ids, mode="drop")
+        # [B]: the pieces of the chunk, padding included, are begin to end - 1 of the text's pieces.
         ends = _ends(params, token_ids)
         begin = _before(ends, rows.start)
         end = _before(ends, rows.start + length)
@@ -149,6 +151,7 @@ class RetokenizingDrafter(ModelDrafter):
         store: DraftStore | None,
     ) -> tuple[Proposal, RetokenizedCache]:
         """Drafts K tokens; see `Drafter.propose`."""
+        # [B, L] tokens; below, places and lengths are of pieces, by which the model's cache goes.
         token_ids = context.token_ids
         ends = _ends(params, token_ids)
         length = _before(ends, context.lengths)
@@ -157,21 +160,25 @@ class RetokenizingDrafter(ModelDrafter):
         width = params.pieces.shape[1] + context.num_unread - 1
         room = _room(token_ids.shape[1])
         num_drafts = context.config.num_speculative_tokens
+        # [B]: a text whose pieces and drafts do not fit has no drafts any more. It is read as one
+        # that just fits, so that all writes stay inside the cache.
         has_room = length + num_drafts <= room
         own_length = jnp.minimum(length, room - num_drafts)
         of_newest = _before(ends, context.lengths - 1)
         start = jnp.where(context.runs, jnp.maximum(own_length - width, 0), of_newest)
         start = jnp.minimum(start, room - width)
-        # [B]: where new pieces may begin. What a lookup or a grammar drafts may be more than W.
+        # [B]: where new pieces may begin. What a lookup or a grammar drafts may be more than W:
+        # those before the last W are read first, most often none.
         begin = _before(ends, context.lengths - context.num_unread)
         begin = jnp.where(context.runs, begin, start)
         model = self._read_between(params, token_ids, ends, begin, start, width, cache.model)
-        # [B, W]: the last of them
+        # [B, W]: the last of them, with the newest token's last piece, whose row gives draft 0
         recent = Rows(_pieces_at(params, token_ids, ends, start, width), start)
         proposal, model = self._draft(params, recent, own_length, context, model, store)
         drafts = jnp.where(has_room[:, None], proposal.token_ids, PLACEHOLDER_TOKEN_ID)
-        kept = token_ids.reshape(cache.token_ids.shape)
-        return proposal._replace(token_ids=drafts), RetokenizedCache(model, kept)
+        # [B, L] -> [1, .., B, L]: the next prefill of a chunk finds the text here.
+        text = token_ids.reshape(cache.token_ids.shape)
+        return proposal._replace(token_ids=drafts), RetokenizedCache(model, text)
 
     def _read_between(
         self,
@@ -191,8 +198,11 @@ class RetokenizingDrafter(ModelDrafter):
         end = jnp.minimum(end, room)
 
         def read(state: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+            """Returns where unread pieces begin after one more pass, and the cache."""
+            # [B]: the next piece of each request to read. Held inside the room, a pass reads some
+            # pieces once more. Requests that are through read on, beyond `end`; what that writes is
+            # overwritten before it is seen.
             first, cache = state
-            # Of those that are through, and at the end of the room: what was read, once more.
             start = jnp.minimum(first, room - width)
             ids = _pieces_at(params, token_ids, ends, start, width)
             _, cache = self._read(params, Rows(ids, start), cache)
@@ -202,11 +212,12 @@ class RetokenizingDrafter(ModelDrafter):
         return cache
 
     def _own_ids(self, params: RetokenizedParams, token_ids: jax.Array) -> jax.Array:
+        # A target id that is drafted is one piece: its first, and only one.
         return params.pieces[token_ids, 0]
 
     def _read(self, params: RetokenizedParams, rows: Rows, cache: Cache) -> tuple[jax.Array, Cache]:
         logits, cache = super()._read(params.model, rows, cache)
-        # [B, S, all tokens of the model] -> [B, S, Vd]
+        # [B, S, all tokens of the model] -> [B, S, Vd]: column j is the piece of entry j of `ids`
         return logits[..., self._own_ids(params, jnp.asarray(self._target_ids))], cache
 
 
@@ -258,18 +269,21 @@ def retokenize(
     ):
         hint = "load_tokenizer reads one from a directory"
         check_type(name, tokenizer, Tokenizer, hint=hint)
+        # A model's vocabulary axis may be padded, so it may have more ids than its tokenizer.
         least = tokenizer.library_tokenizer.get_vocab_size(with_added_tokens=False)
         require(count >= least, axis, f"be at least {least}, the ids of the {name}", count)
-    own = _ids_by_text(_texts(draft, model.vocab_size))
+    # Ids that are drafted: those of the target whose text the draft model has as one token.
+    draft_ids = _ids_by_text(_texts(draft, model.vocab_size))
     texts = _texts(target, vocab_size)
-    theirs = _ids_by_text(texts)
-    ids = sorted(theirs[text] for text in theirs.keys() & own.keys())
+    target_ids = _ids_by_text(texts)
+    ids = sorted(target_ids[text] for text in target_ids.keys() & draft_ids.keys())
     name = shown(draft.path)
     require(bool(ids), "draft", f"share tokens with {shown(target.path)}", name, error=ValueError)
-    spelled = [_spelled(text, own)[-MOST_PIECES:] for text in texts]
+    # [V, M]: the pieces of every id of the target, also of those that are only read
+    spelled = [_spelled(text, draft_ids)[-MOST_PIECES:] for text in texts]
     pieces = np.full((vocab_size, max(map(len, spelled))), -1, np.int32)
-    for row, of_one in zip(pieces, spelled, strict=True):
-        row[: len(of_one)] = of_one
+    for row, piece_ids in zip(pieces, spelled, strict=True):
+        row[: len(piece_ids)] = piece_ids
     return RetokenizingDrafter(model, ids=ids), RetokenizedParams(params, jnp.asarray(pieces))
 
 
@@ -288,14 +302,17 @@ def _spelled(text: bytes | str, own: Mapping[bytes | str, int]) -> list[int]:
     """Returns the draft model's ids that spell a text, at least one."""
     if text in own:
         return [own[text]]
-    rest = text.encode() if isinstance(text, str) else text
-    found = []
-    while rest:
-        size = next((n for n in range(len(rest), 0, -1) if rest[:n] in own), 0)
+    # The name of a special token that the draft model has not is read as plain text.
+    remaining = text.encode() if isinstance(text, str) else text
+    pieces = []
+    while remaining:
+        # The longest token that the text begins with; a byte that begins none is passed over.
+        size = next((n for n in range(len(remaining), 0, -1) if remaining[:n] in own), 0)
         if size:
-            found.append(own[rest[:size]])
-        rest = rest[size or 1 :]  # a byte that has no token is passed over
-    return found or [0]
+            pieces.append(own[remaining[:size]])
+        remaining = remaining[size or 1 :]
+    # At least one: an id without a piece would share the end of the one before it.
+    return pieces or [0]
 
 
 def _room(length: int) -> int:
@@ -312,6 +329,7 @@ def _ends(params: RetokenizedParams, token_ids: jax.Array) -> jax.Array:
 
 def _before(ends: jax.Array, position: jax.Array) -> jax.Array:
     """Returns the number of pieces before the token at a position of each request, ``[B]``."""
+    # [B, L] -> [B, 1] -> [B]: up to the token before, and with it; 0 before the first token
     at = jnp.take_along_axis(ends, jnp.maximum(position - 1, 0)[:, None], axis=1)[:, 0]
     return jnp.where(position > 0, at, 0)
 
@@ -320,7 +338,8 @@ def _pieces_at(
     params: RetokenizedParams, token_ids: jax.Array, ends: jax.Array, start: jax.Array, width: int
 ) -> jax.Array:
     """Returns pieces `start` to `start + width` of each text, ``[B, W]`` int32."""
-    # [B, W]: the place of each piece, and the token that it is of
+    # [B, W]: the place of each piece, and the token that it is of: the first that ends after it.
+    # `ends` grows from token to token. Past the last token of the buffer, pieces of that are read.
     place = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     token = jax.vmap(lambda ends, place: jnp.searchsorted(ends, place, side="right"))(ends, place)
     token = jnp.minimum(token, ends.shape[1] - 1)

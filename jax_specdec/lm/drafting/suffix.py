@@ -1,4 +1,10 @@
-"""Lookup of the longest matches with counts, in the text so far and in a history of others."""
+"""Lookup of the longest matches with counts, in the text so far and in a history of others.
+
+`SuffixDrafter.propose` is three steps, each a pass over arrays of a fixed size, without a suffix
+tree: `_Corpus.of` says for each place of a text how many tokens before it equal the last ones;
+`_nearest` takes the E places with the longest matches; `_draft` or `_tree` counts which tokens
+follow these. `FirstOf` reads the `Lookup` itself, because its probabilities say what to expect.
+"""
 
 from __future__ import annotations
 
@@ -55,17 +61,19 @@ class Lookup(NamedTuple):
           tree_depth: the most drafts of a path through a tree; 0 for chains.
         """
         k = self.token_ids.shape[1]
-        most = tree_depth or k
-        is_deep = jnp.arange(k, dtype=jnp.int32) >= most
-        # [B, K]: up to the depth
+        deepest = tree_depth or k
+        is_deep = jnp.arange(k, dtype=jnp.int32) >= deepest
+        # [B, K]: up to the depth. A place that occurred once agrees with 1 of 1 + 1, see `_draft`.
         token_ids = jnp.where(is_deep[None, :], PLACEHOLDER_TOKEN_ID, predicted.token_ids)
         probabilities = jnp.where(token_ids >= 0, jnp.float32(0.5), 0)
+        # [K] -> [B, K]: draft j follows draft j - 1, which parents have as number j
         chain = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), token_ids.shape)
         parents = None if self.parents is None else chain
         others = Lookup(token_ids, probabilities, probabilities.sum(axis=1), parents)
         is_predicted = predicted.is_as_long(num_matching)
 
         def chosen(other: jax.Array, own: jax.Array) -> jax.Array:
+            # [B] for scores, [B, 1] for the fields of K drafts
             here = is_predicted[:, None] if own.ndim > 1 else is_predicted
             return jnp.where(here, other, own)
 
@@ -150,15 +158,15 @@ class SuffixDrafter(Drafter):
         check_int("max_occurrences", self.max_occurrences, 1, 127)
         check_int("history", self.history, 0, _MOST_HISTORY)
         check_int("tree_depth", self.tree_depth, 0, self.max_match - 1)
-        for name, most in (("spec_factor", 127.0), ("min_probability", 1.0)):
+        for name, largest in (("spec_factor", 127.0), ("min_probability", 1.0)):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             require(is_number, name, "be a number", value, error=TypeError)
-            require(0 < value <= most, name, f"be in (0, {most:g}]", value)
+            require(0 < value <= largest, name, f"be in (0, {largest:g}]", value)
             object.__setattr__(self, name, float(value))
-        most = self.max_match - 1
-        must = f"give a match of max_match - 1 = {most} tokens a draft"
-        require(most * self.spec_factor >= 1, "spec_factor", must, self.spec_factor)
+        largest = self.max_match - 1
+        must = f"give a match of max_match - 1 = {largest} tokens a draft"
+        require(largest * self.spec_factor >= 1, "spec_factor", must, self.spec_factor)
 
     @property
     def serves(self) -> DrafterServes:
@@ -217,8 +225,8 @@ class SuffixDrafter(Drafter):
     ) -> tuple[Proposal, Cache]:
         """Looks up; see `Drafter.propose`. All -1 where nothing matches."""
         del store
-        found = self.lookup(params, context)
-        return Proposal(found.token_ids, parents=found.parents), cache
+        lookup = self.lookup(params, context)
+        return Proposal(lookup.token_ids, parents=lookup.parents), cache
 
     def lookup(self, params: Params, context: DraftContext) -> Lookup:
         """Returns the drafts, and how likely they are.
@@ -230,17 +238,23 @@ class SuffixDrafter(Drafter):
         k = context.config.num_speculative_tokens
         history = params if self.history else None
         arrays = (context.token_ids, context.lengths, history)
-        found: Lookup
-        found, num_matching = traced_for_platform(_lookup, arrays, self, k)
+        lookup: Lookup
+        lookup, num_matching = traced_for_platform(_lookup, arrays, self, k)
+        # Of as many tokens at most as a match in a text has, so that lengths can be compared.
         predicted = look_up_predictions(context, self.max_match - 1)
         if predicted is None:
-            return found
-        return found.or_predicted(predicted, num_matching, self.tree_depth)
+            return lookup
+        return lookup.or_predicted(predicted, num_matching, self.tree_depth)
 
 
 @jax.jit
 def _added(history: dict[str, jax.Array], token_ids: jax.Array) -> dict[str, jax.Array]:
-    """Returns the history with one more text ``[A]``, which is padded with -1."""
+    """Returns the history with one more text ``[A]`` int32, which is padded with -1.
+
+    It is a ring of N places, and `next` is where the next text begins. As each text ends with a -1,
+    the place before `next` always has one: of the oldest text, which may be overwritten in part,
+    what is left seems to begin at `next`.
+    """
     size = history["token_ids"].shape[0]
     first = history["next"]
     # [A] -> [A + 1]: with a -1 at its end, which no match and no draft goes over
@@ -249,6 +263,7 @@ def _added(history: dict[str, jax.Array], token_ids: jax.Array) -> dict[str, jax
     offset = jnp.arange(text.shape[0], dtype=jnp.int32)
     # [A + 1]: the text and one -1, of a long text the end; nothing of an empty one
     is_kept = (offset <= count) & (offset > count - size) & (count > 0)
+    # [A + 1] -> places of the ring: at most N that follow one another, so none comes twice
     place = jnp.where(is_kept, (first + offset) % size, size)  # others are dropped
     following = first + jnp.where(count > 0, count + 1, 0)
     return {
@@ -275,14 +290,17 @@ class _Corpus(NamedTuple):
     def of(cls, token_ids: jax.Array, first: jax.Array, last: jax.Array, min_match: int) -> _Corpus:
         """Returns the corpus with its matches of the tokens `last`, the newest first."""
         size = token_ids.shape[0]
-        most = last.shape[0]
-        # [N] -> [most + N]: the tokens before the first are the last of the ring
-        ring = jnp.pad(token_ids, (most, 0), mode="wrap")
+        longest = last.shape[0]
+        # [N] -> [D - 1 + N]: the tokens before the first are the last of the ring. No run goes over
+        # the end of a text: there is a -1, which none of the last tokens equals. Where the ring's
+        # newest text ends and the oldest begins, that is so, too.
+        ring = jnp.pad(token_ids, (longest, 0), mode="wrap")
         # [N]: whether all tokens so far before each place are equal, and how many are
         run = token_ids >= 0
         matches = jnp.zeros((size,), jnp.int32)
-        for back in range(most):
-            begin = most - 1 - back
+        for back in range(longest):
+            # [N]: the token back + 1 places before each place
+            begin = longest - 1 - back
             run &= ring[begin : begin + size] == last[back]
             matches += run.astype(jnp.int32)
         return cls(token_ids, first, jnp.where(matches >= min_match, matches, 0))
@@ -309,11 +327,12 @@ def _lookup(
         # [D - 1]: its last tokens, the newest first
         place = length - back
         last = jnp.where(place >= 0, text[jnp.maximum(place, 0)], _NO_TOKEN)
-        # [L] -> [L + 1]: ended by a -1
+        # [L] -> [L + 1]: ended by a -1, even if the text fills the buffer
         is_text = jnp.arange(text.shape[0] + 1, dtype=jnp.int32) < length
-        own = jnp.where(is_text, jnp.pad(text, (0, 1)), PLACEHOLDER_TOKEN_ID)
-        corpora = [_Corpus.of(own, jnp.int32(0), last, drafter.min_match)]
+        ended = jnp.where(is_text, jnp.pad(text, (0, 1)), PLACEHOLDER_TOKEN_ID)
+        corpora = [_Corpus.of(ended, jnp.int32(0), last, drafter.min_match)]
         if history is not None:
+            # The next text takes the place of the oldest, so this begins there.
             others = _Corpus.of(history["token_ids"], history["next"], last, drafter.min_match)
             corpora.append(others)
         return corpora
@@ -321,15 +340,17 @@ def _lookup(
     draft = _tree if drafter.tree_depth else _draft
 
     def best(corpora: list[_Corpus]) -> Lookup:
-        """Returns the drafts of one request with the largest score."""
-        found, *others = (draft(corpus, drafter, k) for corpus in corpora)
+        """Returns the drafts of one request with the largest score; of equal ones, of its text."""
+        lookup, *others = (draft(corpus, drafter, k) for corpus in corpora)
         for other in others:
-            is_better = other.scores > found.scores
-            found = jax.tree.map(lambda x, y, b=is_better: jnp.where(b, y, x), found, other)
-        return found
+            is_better = other.scores > lookup.scores
+            lookup = jax.tree.map(lambda x, y, b=is_better: jnp.where(b, y, x), lookup, other)
+        return lookup
 
+    # Arrays of each corpus get a first axis of B: [B, L + 1], and [B, N] of the history.
     corpora = jax.vmap(corpora_of)(token_ids, lengths)
-    longest = jnp.max(jnp.stack([jnp.max(one.matches, axis=1) for one in corpora]), axis=0)
+    # [B, N] -> [B] of each corpus, and of these the longest
+    longest = jnp.max(jnp.stack([jnp.max(corpus.matches, axis=1) for corpus in corpora]), axis=0)
     size = lengths.shape[0]
     nothing = Lookup(
         jnp.full((size, k), PLACEHOLDER_TOKEN_ID, jnp.int32),
@@ -339,14 +360,16 @@ def _lookup(
     )
     if platform != "cpu":
         return jax.vmap(best)(corpora), longest
-    # Only CPUs compute nothing where nothing matches: elsewhere the host would wait to know.
+    # Only CPUs compute nothing where nothing matches: elsewhere the host would wait to know. It is
+    # one choice for all requests: under `jax.vmap` a choice for each would compute both branches.
     is_found = jnp.any(jnp.stack([jnp.any(corpus.matches > 0) for corpus in corpora]))
-    found: Lookup = lax.cond(is_found, jax.vmap(best), lambda _: nothing, corpora)
-    return found, longest
+    lookup: Lookup = lax.cond(is_found, jax.vmap(best), lambda _: nothing, corpora)
+    return lookup, longest
 
 
 def _lengths(drafter: SuffixDrafter) -> tuple[np.ndarray, np.ndarray]:
     """Returns the M numbers m of tokens that may match, and the most drafts for each, ``[M]``."""
+    # Static, so that the loops of `_draft` and `_tree` have fixed sizes. M is D - min_match.
     m = np.arange(drafter.min_match, drafter.max_match)
     # Rounding must not take a draft away: a factor of 0.7 gives 10 tokens 7 drafts.
     return m, np.minimum(np.floor(m * drafter.spec_factor + 1e-6), drafter.max_match - m)
@@ -359,14 +382,16 @@ def _nearest(corpus: _Corpus, count: int, longest: int) -> tuple[jax.Array, jax.
     ``[E]`` int32, 0 for the oldest; the tokens from there on, ``[E, longest]``.
     """
     size = corpus.token_ids.shape[0]
-    # [N]: one number that orders by match, then by age; both can be read from it again
+    # [N]: one number that orders by match, then by age; both can be read from it again. At most
+    # 126 N + N - 1, which int32 holds for N up to 2**24.
     age = (jnp.arange(size, dtype=jnp.int32) - corpus.first) % size
     ranked = jnp.where(corpus.matches > 0, corpus.matches * size + age, 0)
     # [N] -> [E]
     ranked = lax.top_k(ranked, min(count, size))[0]
     matches = ranked // size
     age = ranked % size
-    # [E, longest]: where the tokens from each place on are in the ring
+    # [E, longest]: where the tokens from each place on are in the ring. They end at a -1: what
+    # comes after it, of another text, is not drafted.
     offset = jnp.arange(longest, dtype=jnp.int32)
     place = (age[:, None] + corpus.first + offset[None, :]) % size
     return matches, age, corpus.token_ids[place]
@@ -381,7 +406,7 @@ def _draft(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
     # [M, E]: the places that agree with the draft so far, and [M] their number, with the end
     alive = matches[None, :] >= m[:, None]
     total = jnp.sum(alive, axis=1, dtype=jnp.int32) + 1
-    # [M]: of the drafts so far, all together
+    # c / (n + 1) at first, then c' / c. [M]: the product of these over the drafts so far
     probability = jnp.ones((m.size,), jnp.float32)
     every_token: list[jax.Array] = []
     every_probability: list[jax.Array] = []
@@ -392,26 +417,30 @@ def _draft(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
         # [M, E]: how many places have the token of this one next
         counts = jnp.sum(alive[:, :, None] & is_same[None, :, :], axis=1, dtype=jnp.int32)
         counts = jnp.where(alive, counts, 0)
-        # [M]: a place with the most frequent token, the latest of equals
+        # [M]: a place with the most frequent token, the latest of equals. If no place has a token
+        # left, the count is 0, and so are this probability and all after it.
         chosen = jnp.argmax(counts * size + age[None, :], axis=1)
         count = jnp.take_along_axis(counts, chosen[:, None], axis=1)[:, 0]
         probability *= count / total
+        # A draft that ends here has no probability from here on: 0 times anything stays 0.
         goes_on = (probability >= drafter.min_probability) & (j < limits)
         probability = jnp.where(goes_on, probability, 0)
+        # [M, E]: the places that have the drafted token go on
         alive &= token[None, :] == token[chosen][:, None]
         total = jnp.maximum(count, 1)
         every_token.append(token[chosen])
         every_probability.append(probability)
     # [M]: the scores, and of these the largest; of equals that of the longest match
     scores = sum(every_probability, start=jnp.zeros((m.size,), jnp.float32))
+    # m ascends, and argmax takes the first of equals: so it looks from the end.
     best = m.size - 1 - jnp.argmax(scores[::-1])
     # [longest, M] -> [longest] -> [K]
     probabilities = jnp.stack(every_probability)[:, best]
     token_ids = jnp.where(probabilities > 0, jnp.stack(every_token)[:, best], PLACEHOLDER_TOKEN_ID)
-    rest = (0, k - longest)
+    missing = (0, k - longest)
     return Lookup(
-        jnp.pad(token_ids, rest, constant_values=PLACEHOLDER_TOKEN_ID),
-        jnp.pad(probabilities, rest),
+        jnp.pad(token_ids, missing, constant_values=PLACEHOLDER_TOKEN_ID),
+        jnp.pad(probabilities, missing),
         scores[best],
     )
 
@@ -425,7 +454,7 @@ def _tree(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
     m, limits = _lengths(drafter)
     depth = min(k, drafter.tree_depth, int(limits.max()))
     matches, _, following = _nearest(corpus, drafter.max_occurrences, depth)
-    # [E, E, L] -> [L, E, E]: whether two places agree in their first j + 1 tokens
+    # [E, E, L] -> [L, E, E], with L the depth: whether two places agree in their first j + 1 tokens
     is_same = (following[:, None, :] == following[None, :, :]) & (following >= 0)[:, None, :]
     agrees = jnp.moveaxis(jnp.cumprod(is_same.astype(jnp.int32), axis=2), 2, 0)
     # [L, E]: the place that stands for each node
@@ -441,16 +470,17 @@ def _tree(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
     is_drafted = np.arange(depth)[None, :] < limits[:, None]
     is_drafted = is_drafted[:, :, None] & (probability >= drafter.min_probability)
     is_drafted &= (alive[:, None, :] > 0) & stands[None, :, :]
-    # [L, E]: by the m for which it is largest
+    # [L, E]: by the m for which it is largest. A node has no more than the node above it, for each
+    # m, so the best nodes have their parents among them.
     best = jnp.max(jnp.where(is_drafted, probability, 0), axis=0)
     # [L - 1, E] -> [L, E]: the node above, of the place that stands for one token less
     level = jnp.arange(depth - 1, dtype=jnp.int32)[:, None]
     above = 1 + level * matches.shape[0] + first[:-1]
     parents = jnp.pad(above, ((1, 0), (0, 0)))
-    # [L, E] -> [1, L * E], of which the K best
+    # [L, E] -> [1, L * E], of which the K best; the logarithm of 0 is -inf, which is no candidate
     nodes = Candidates(*(x.reshape(1, -1) for x in (following.T, parents, jnp.log(best))))
     token_ids, parents = best_nodes(nodes, k)
-    # [L * E] -> [K]: their probabilities, in the same order
+    # [L * E] -> [K]: their probabilities, in the same order, as both take the first of equals
     likely = lax.top_k(best.reshape(-1), min(k, best.size))[0]
     likely = jnp.pad(likely, (0, k - likely.shape[0]))
     return Lookup(token_ids[0], likely, jnp.sum(likely), parents[0])

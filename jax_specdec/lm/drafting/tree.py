@@ -93,7 +93,7 @@ def best_nodes(candidates: Candidates, num_nodes: int) -> tuple[jax.Array, jax.A
     with parent 0, where there are fewer candidates. A candidate whose score is NaN is none.
     """
     token_ids, parents, scores = candidates
-    # NaN would come first, and -0 after 0, though it may be the parent.
+    # `lax.top_k` orders NaN above all numbers, and -0 below 0, though it may be the parent.
     scores = jnp.where(scores > -jnp.inf, scores, -jnp.inf)
     scores = jnp.where(scores == 0, 0.0, scores)
     # [B, n] -> [B, max(n, K)]
@@ -107,8 +107,9 @@ def best_nodes(candidates: Candidates, num_nodes: int) -> tuple[jax.Array, jax.A
     above = jnp.take_along_axis(parents, place, axis=1, mode="clip") - 1
     is_parent = chosen[:, None, :] == above[:, :, None]  # [B, K, K]
     node = jnp.where(above < 0, 0, jnp.argmax(is_parent, axis=2).astype(jnp.int32) + 1)
-    found = jnp.take_along_axis(token_ids, place, axis=1, mode="clip")
-    return jnp.where(is_node, found, PLACEHOLDER_TOKEN_ID), jnp.where(is_node, node, 0)
+    # [B, K]: places past the n candidates, of padding, are clipped, and their ids are not used
+    node_ids = jnp.take_along_axis(token_ids, place, axis=1, mode="clip")
+    return jnp.where(is_node, node_ids, PLACEHOLDER_TOKEN_ID), jnp.where(is_node, node, 0)
 
 
 def with_chains(
@@ -176,6 +177,7 @@ def draft_tree(
       The proposal, and the last carry.
     """
     num_nodes = context.config.num_speculative_tokens
+    # K nodes reach no deeper than K, and no level needs more than K of them.
     depth = min(depth, num_nodes)
     width = min(width, num_nodes, row.ids.vocab_size)
 
@@ -185,10 +187,11 @@ def draft_tree(
         """Runs a level; returns the next one, and the candidates that it was chosen from."""
         row, states, carry = forward(level.states, level.carry, level.token_ids, offset)
         # [B, W, Vd] -> [B, W, C] -> [B, W * C]: of each node C = W children, all candidates
-        found = likeliest(row.logits, (offset + 1)[None], context, width, row.ids)
-        scores = level.scores[:, :, None] + found.scores
+        children = likeliest(row.logits, (offset + 1)[None], context, width, row.ids)
+        # The logarithm of a path's chance is the sum of those on it: [B, W, 1] + [B, W, C]
+        scores = level.scores[:, :, None] + children.scores
         candidates = Candidates(
-            _flat(found.token_ids), jnp.repeat(level.numbers, width, axis=1), _flat(scores)
+            _flat(children.token_ids), jnp.repeat(level.numbers, width, axis=1), _flat(scores)
         )
         # [B, W * C] -> [B, W]: the best of them are run next, with the states of their parents
         best, place = lax.top_k(candidates.scores, width)
@@ -203,22 +206,24 @@ def draft_tree(
         return following, candidates
 
     # [B, 1, Vd] -> [B, 1, C] -> [B, W]: all children of node 0 are run
-    found = likeliest(row.logits, jnp.zeros(1, jnp.int32), context, width, row.ids)
+    children = likeliest(row.logits, jnp.zeros(1, jnp.int32), context, width, row.ids)
     first = Candidates(
-        _flat(found.token_ids), jnp.zeros_like(found.token_ids[:, 0]), _flat(found.scores)
+        _flat(children.token_ids), jnp.zeros_like(children.token_ids[:, 0]), _flat(children.scores)
     )
     level = _Level(
         token_ids=first.token_ids,
         scores=first.scores,
+        # Numbers 1 to W: parents of these are 0, the sequence.
         numbers=first.parents + 1 + jnp.arange(width, dtype=jnp.int32)[None, :],
         states=jax.tree.map(lambda x: jnp.repeat(x, width, axis=1), states),
         carry=carry,
     )
-    level, rest = lax.scan(grow, level, jnp.arange(depth - 1, dtype=jnp.int32))
+    # A scan: the drafter's pass is compiled once for all levels. The last level is not run.
+    level, deeper = lax.scan(grow, level, jnp.arange(depth - 1, dtype=jnp.int32))
     # [D - 1, B, W * C] -> [B, (D - 1) * W * C], after the first level
-    rest = jax.tree.map(lambda x: _flat(jnp.moveaxis(x, 0, 1)), rest)
-    every = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, rest)
-    token_ids, parents = best_nodes(every, num_nodes)
+    deeper = jax.tree.map(lambda x: _flat(jnp.moveaxis(x, 0, 1)), deeper)
+    every_node = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, deeper)
+    token_ids, parents = best_nodes(every_node, num_nodes)
     return Proposal(token_ids, parents=parents), level.carry
 
 
@@ -258,16 +263,16 @@ def grow(
     for d in range(depth):
         # [B, W], and their children [B, W, C] or [B, 1, C]
         scores = scores[:, :num_extended]
-        found = children(d, token_ids[:, :num_extended])
+        following = children(d, token_ids[:, :num_extended])
         # A single node's children are its own, in any order.
-        is_shared = found.scores.shape[1] < scores.shape[1]
-        above, rank = _pairs(scores.shape[1], found.scores.shape[2], num_nodes, is_shared)
+        is_shared = following.scores.shape[1] < scores.shape[1]
+        above, rank = _pairs(scores.shape[1], following.scores.shape[2], num_nodes, is_shared)
         after = np.zeros_like(above) if is_shared else above
         # [B, P]: the paths to pairs of a node above and one of its children
-        paths = scores[:, above] + found.scores[:, after, rank]
-        # [B, P] -> [B, n]: the best nodes of the level
+        paths = scores[:, above] + following.scores[:, after, rank]
+        # [B, P] -> [B, n]: the best nodes of the level, best first, as `_pairs` needs them
         scores, best = lax.top_k(paths, min(num_nodes, len(above)))
-        token_ids = jnp.take_along_axis(found.token_ids[:, after, rank], best, axis=1)
+        token_ids = jnp.take_along_axis(following.token_ids[:, after, rank], best, axis=1)
         parents = jnp.asarray(above)[best]
         levels.append(Candidates(token_ids, first_above + parents, scores))
         first_above = first
@@ -400,9 +405,9 @@ def log_scores(
     tiles = jnp.where(is_sampled, (mass + gumbel[:, :num_tiles]) / SPREAD, of_tile)
     tiles = tiles - jax.nn.logsumexp(tiles, axis=1, keepdims=True)
     # [n, T, L] -> [n, V]: the chance of an id in its tile, times that of the tile
-    found = inside - of_tile[:, :, None] + tiles[:, :, None]
+    chances = inside - of_tile[:, :, None] + tiles[:, :, None]
     # Rounding may leave a chance above 1, and a node then a score above its parent's.
-    return jnp.minimum(found.reshape(count, -1)[:, :size], 0.0)
+    return jnp.minimum(chances.reshape(count, -1)[:, :size], 0.0)
 
 
 def _largest(scores: jax.Array, first: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -440,11 +445,12 @@ def _largest(scores: jax.Array, first: jax.Array, count: int) -> tuple[jax.Array
         of_group = jnp.take_along_axis(group, inside // _GROUP, axis=1)
         place = of_group * _GROUP + inside % _GROUP
     # [n, C]; padding of the last group may come if there are fewer finite scores than wanted
-    found = jnp.take_along_axis(scores, place, axis=1, mode="fill", fill_value=-jnp.inf)
-    found = jnp.where(found > -jnp.inf, found, -jnp.inf)
+    top = jnp.take_along_axis(scores, place, axis=1, mode="fill", fill_value=-jnp.inf)
+    top = jnp.where(top > -jnp.inf, top, -jnp.inf)
     if count > 1:
-        found = jnp.concatenate([jnp.maximum(found[:, :1], found[:, 1:2]), found[:, 1:]], axis=1)
-    return jnp.minimum(place, size - 1), found
+        # The id that comes first, whatever its score, gets that of the second if it has less.
+        top = jnp.concatenate([jnp.maximum(top[:, :1], top[:, 1:2]), top[:, 1:]], axis=1)
+    return jnp.minimum(place, size - 1), top
 
 
 def _places(x: jax.Array, count: int) -> jax.Array:
@@ -452,5 +458,6 @@ def _places(x: jax.Array, count: int) -> jax.Array:
 
     A sort takes half the time of `lax.top_k` on an H100 for rows of a thousand numbers.
     """
+    # A stable sort of -x, with the index as what is carried along: ascending, so the largest first.
     index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
     return lax.sort((-x, index), dimension=1, num_keys=1, is_stable=True)[1][:, :count]

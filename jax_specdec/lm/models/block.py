@@ -95,13 +95,16 @@ class BlockHeadConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # A DFlash block needs a row after the anchor, which drafts nothing. A row has a bit in each
+        # mask.
         least = 1 if self.sample_from_anchor else 2
         must = f"be in [{least}, {TREE_MASK_BITS}]"
         require(least <= self.block_size <= TREE_MASK_BITS, "block_size", must, self.block_size)
+        # Annotated, so that `check_fields` does not ask for a positive number: it is an id.
         mask = self.mask_token_id
-        most = self.vocab_size
-        is_id = type(mask) is int and 0 <= mask < most
-        require(is_id, "mask_token_id", f"be an id in [0, {most})", mask)
+        num_ids = self.vocab_size
+        is_id = type(mask) is int and 0 <= mask < num_ids
+        require(is_id, "mask_token_id", f"be an id in [0, {num_ids})", mask)
         fits = self.enable_confidence_head and self.markov_rank is not None
         with_markov = self.confidence_head_with_markov
         must = "be false without a confidence head and a markov_rank"
@@ -213,6 +216,7 @@ class BlockHead(DraftHead):
           batch_size: B.
           max_length: T; the cache has T + S positions.
         """
+        # The block of a request at the last position, T - 1, ends at T - 1 + S - 1.
         size = max_length + self.config.block_size
         return empty_cache(self.config.layers, self.dtype, batch_size, size)
 
@@ -238,7 +242,8 @@ class BlockHead(DraftHead):
         sizes = {"A*H": self.num_features}
         check_array("features", features, f"[B, S, A*H] {self.dtype}", sizes)
         check_array("positions", positions, "[B, S] int32", sizes)
-        # c = hidden_norm(fc(g)): [B, S, A H_target] -> [B, S, H]
+        # c = hidden_norm(fc(g)): [B, S, A H_target] -> [B, S, H]. All layers read the same rows:
+        # the context has no residual stream.
         rows = rms_norm(matmul(features, params["fc"]), params["hidden_norm"], c.norm)
         cos_sin = rotations(c.layers, positions)
         pairs = []
@@ -304,8 +309,8 @@ class BlockHead(DraftHead):
           TypeError: rows have other dtypes.
         """
         config = self.config
-        most = config.max_drafts
-        count = most if num_drafts is None else check_int("num_drafts", num_drafts, 1, most)
+        limit = config.max_drafts
+        count = limit if num_drafts is None else check_int("num_drafts", num_drafts, 1, limit)
         check_rows("rows", rows, cache)
         require(rows.token_ids.shape[1] == 1, "rows.token_ids", "be [B, 1]", rows.token_ids)
         check_length("a block", config.block_size, cache)
@@ -315,22 +320,25 @@ class BlockHead(DraftHead):
             ((0, 0), (0, config.block_size - 1)),
             constant_values=config.mask_token_id,
         )
+        # Positions n to n + S - 1. Rows see positions below n, the context, and of the block what
+        # `block_mask` says; other positions are not seen.
         block = rows._replace(token_ids=ids)
         step = Pass.of([block], cache, config.layers)
         new_cache = list(cache)
 
         def attend(index: int, query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
+            # [B, S, N, D]: keys and values of the block are written, then all rows read
             spec = config.layers[index]
             read, new_cache[index] = step.attend(
                 spec, query, key, value, cache[index], config.block_mask(spec)
             )
             return read
 
-        # [B, S] -> [B, S, H]
+        # [B, S] -> [B, S, H]: a head has no other input but these ids and the context
         embedded = embed_tokens(params["embed_tokens"], ids)
         states = self.run(params, embedded, step.positions, attend)
-        # [B, S, H] -> [B, K, H]: DFlash leaves out row 0
-        first = config.block_size - most
+        # [B, S, H] -> [B, K, H]: DFlash leaves out row 0. Only these rows get logits.
+        first = config.block_size - limit
         states = states[:, first : first + count]
         return BlockOutput(head_logits(config, params, states), states, new_cache)
 
@@ -351,8 +359,9 @@ class BlockHead(DraftHead):
         x = embedded
         cos_sin = rotations(c.layers, positions)
         for index, (spec, layer) in enumerate(zip(c.layers, params["layers"], strict=True)):
-            one = functools.partial(attend, index)
-            x = decoder_layer(spec, layer, x, cos_sin[index], one)
+            # x = layer(x): [B, R, H]
+            layer_attend = functools.partial(attend, index)
+            x = decoder_layer(spec, layer, x, cos_sin[index], layer_attend)
         # h = norm(x): [B, R, H]
         return rms_norm(x, params["norm"], c.norm)
 
@@ -372,10 +381,12 @@ class BlockHead(DraftHead):
         # W2 W1[x]: [...] -> [..., r] -> [..., Vd], or [..., C]
         before = embed_tokens(params["markov_w1"], token_ids)
         after = params["markov_w2"]
+        # Where few columns are asked for, only their rows of W2 are read: [..., C, r].
         if columns is None:
             bias = matmul(before, after, outputs_first=True)
         elif isinstance(after, Int8Weight):
             bias = after.columns(before, columns)
         else:
             bias = jnp.einsum("...cr,...r->...c", after[columns], before)
+        # As the logits, to which it is added.
         return bias if self.config.logit_scale == 1 else bias * self.config.logit_scale

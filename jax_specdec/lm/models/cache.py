@@ -1,4 +1,10 @@
-"""The keys and values that a decoder remembers: rows write them, and attention reads them."""
+"""The keys and values that a decoder remembers: rows write them, and attention reads them.
+
+`Llama` and the draft heads make a `Pass` of the groups that they are given. It has token ids and
+positions in the layout of matrix products; its `attend`, called once for each layer, writes the new
+keys and values and reads what each group sees. How rows are laid out in memory, and the kernel of
+attention, is in `_src/attention`.
+"""
 
 from __future__ import annotations
 
@@ -77,10 +83,13 @@ class Pass(NamedTuple):
           cache: of all layers; only its shapes are read.
           layers: what each of them is.
         """
+        # [B N_kv, D, T]: the requests and the positions of the cache, which all layers share
         keys = cache[0][0]
         num_requests = keys.shape[0] // layers[0].num_key_value_heads
         room = keys.shape[2]
         if len(groups) == 1:
+            # All requests in their order need no list of them: their rows are written without the
+            # checks that places of other groups need.
             (rows,) = groups
             requests = None if rows.slots is None else rows.slots[:, None]  # [G, 1]
             return cls((rows,), rows.token_ids, rows.positions, rows.places, requests)
@@ -176,10 +185,13 @@ class Pass(NamedTuple):
             num_kv=spec.num_key_value_heads,
         )
         # Products of weights are shared by all rows; a group attends by itself, as its kind needs.
-        for rows, own in zip(self.groups, self.split(query), strict=True):
+        # [G, S, N, D] of each group, or [1, 1, N, D] of a row that comes twice
+        for rows, group_query in zip(self.groups, self.split(query), strict=True):
             tree_mask, depth = _seen(rows, spec.window) if block is None else (block, None)
-            arrays = AttentionArrays(own, *layer, rows.start, depth=depth, slots=rows.slots)
+            arrays = AttentionArrays(group_query, *layer, rows.start, depth=depth, slots=rows.slots)
             reads.append(attend(arrays, static, tree_mask))
+        # A row that comes twice has attended once: [1, 1, N, D] -> [1, 2, N, D]. Others are as they
+        # were.
         if len(reads) == 1:
             return jnp.broadcast_to(reads[0], query.shape), layer
         # [G, S, N, D] of each group -> [1, M, N, D], as the query
@@ -188,17 +200,22 @@ class Pass(NamedTuple):
 
 def _seen(rows: Rows, window: int | None) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns `tree_mask` and `depth` of `decode_attention` for rows of a layer with a window."""
+    # Consecutive rows have no mask, and without a window nothing is counted back.
     if rows.tree is None or window is None:
         return rows.tree_mask, None
+    # By `depth`, attention counts a window back over positions before the tree. Which of its nodes
+    # are in the window, the mask has to say.
     tree_mask = rows.tree.tree_mask
     if window < TREE_MASK_BITS:
-        # A node's bits are the path to it: its window are the last of them.
+        # A node's bits are the path to it: its window are the last of them. A parent comes before
+        # its children, so bits are in the order of the path.
         shifts = jnp.arange(32, dtype=jnp.uint32)[None, None, None, :]
         bits = (tree_mask[..., None] >> shifts) & 1  # [G, S, 2, 32]
         flat = bits.reshape(*tree_mask.shape[:2], TREE_MASK_BITS)
         to_end = lax.cumsum(flat, axis=2, reverse=True)  # [G, S, 64]: 1 at the node itself
-        kept = jnp.where(to_end <= window, flat, 0).reshape(bits.shape)
-        tree_mask = (kept << shifts).sum(axis=3, dtype=jnp.uint32)
+        in_window = jnp.where(to_end <= window, flat, 0).reshape(bits.shape)
+        # [G, S, 2, 32] -> [G, S, 2]: bits are put together again
+        tree_mask = (in_window << shifts).sum(axis=3, dtype=jnp.uint32)
     return tree_mask, rows.tree.depth
 
 
@@ -237,6 +254,7 @@ def check_length(name: str, length: int, cache: Cache) -> None:
     Raises:
       ValueError: they have not: writing would drop the last tokens.
     """
-    most = min(keys.shape[2] for keys, _ in cache)
-    must = f"have at most {most} tokens per request, as the cache"
-    require(length <= most, name, must, length)
+    # Keys are [B N_kv, D, T].
+    room = min(keys.shape[2] for keys, _ in cache)
+    must = f"have at most {room} tokens per request, as the cache"
+    require(length <= room, name, must, length)

@@ -1,6 +1,9 @@
 """What a decoder is, as data: its layers, one by one, and the shapes of its weights.
 
 A family of models is a function from a `config.json` to a `DecoderConfig`; see `formats.families`.
+`layers` computes what a `LayerSpec` says, `llama` a whole decoder; draft heads have configs of
+their own, of the same layers (`heads`). The shapes of a layer's weights are written here alone:
+what makes, checks, reads or saves weights walks them.
 """
 
 import dataclasses
@@ -79,12 +82,13 @@ class RopeScaling:
 
     def scaled(self, frequencies: np.ndarray) -> np.ndarray:
         """Returns the frequencies ``[D/2]``, scaled."""
-        # C / w: how often a pair turns in the original context.
+        # C / w = C f / (2 pi): how often a pair turns in the original context.
         turns = self.original_max_position_embeddings * frequencies / (2 * np.pi)
         low = self.low_freq_factor
         high = self.high_freq_factor
-        kept = np.clip((turns - low) / (high - low), 0, 1)  # 1: fast, 0: slow
-        return frequencies * (kept + (1 - kept) / self.factor)
+        # 1 where it is fast: f stays. 0 where it is slow: f / factor. In between, both are mixed.
+        fast = np.clip((turns - low) / (high - low), 0, 1)
+        return frequencies * (fast + (1 - fast) / self.factor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +124,10 @@ class Rotation:
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Returns the radians per position of the pairs ``[D/2]``; float64."""
-        plain = self.rope_theta ** (-np.arange(0, head_dim, 2) / head_dim)  # theta^(-2i/D)
+        # theta^(-2i/D) of pair i, from 1 on downwards. On the host, in float64: `layers.rotation`
+        # rounds them to float32 once, after they are scaled.
+        plain = self.rope_theta ** (-np.arange(0, head_dim, 2) / head_dim)
+        # A frequency of 0 is an angle of 0 at every position: the pair stays as it is.
         plain[int(self.fraction * head_dim // 2) :] = 0
         return plain if self.scaling is None else self.scaling.scaled(plain)
 
@@ -215,6 +222,7 @@ class LayerSpec:
         check_type("norm", self.norm, Norm)
         check_choice("norms", self.norms, ("before", "around"))
         check_choice("activation", self.activation, ("silu", "gelu_tanh"))
+        # Each head of keys is shared by as many query heads, and a head is turned in pairs.
         heads = self.num_attention_heads
         shared = self.num_key_value_heads
         must = f"be a multiple of num_key_value_heads = {shared}"
@@ -229,6 +237,7 @@ class LayerSpec:
         """
         query = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
+        # Columns of `qkv_proj` side by side; `rotated_heads` takes them apart again.
         if self.keys_of is not None:
             return (query,)
         return (query, keys) if self.value_is_key else (query, keys, keys)
@@ -247,6 +256,7 @@ class LayersConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        # A tuple, because a config is static: hashed, and compared by value.
         layers = self.layers
         are_layers = isinstance(layers, tuple) and all(isinstance(x, LayerSpec) for x in layers)
         must = "be a tuple of at least one LayerSpec"
@@ -297,17 +307,20 @@ class DecoderConfig(LayersConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # What layers get of a token comes from one matrix of all layers, [V, L P].
         inputs = {spec.per_layer_input for spec in self.layers}
         require(len(inputs) == 1, "layers", "all have the same per_layer_input", inputs)
-        own = [spec for spec in self.layers if spec.keys_of is None]
+        # A cache has keys and values of the first layers alone, those with keys of their own, so
+        # that the number of a layer is its place in the cache.
+        owners = [spec for spec in self.layers if spec.keys_of is None]
         for index, spec in enumerate(self.layers):
             name = f"layers[{index}].keys_of"
             source = spec.keys_of
-            is_last = (source is None) == (index < len(own))
-            require(is_last, name, f"be None in the first {len(own)} layers alone", source)
+            is_last = (source is None) == (index < len(owners))
+            require(is_last, name, f"be None in the first {len(owners)} layers alone", source)
             if source is not None:
-                must = f"be one of the first {len(own)} layers, of the same heads"
-                fits = source < len(own) and same_heads(spec, own[source])
+                must = f"be one of the first {len(owners)} layers, of the same heads"
+                fits = source < len(owners) and same_heads(spec, owners[source])
                 require(fits, name, must, source)
 
     @property
@@ -344,6 +357,8 @@ def layer_shapes(spec: LayerSpec, hidden_size: int) -> Shapes:
         "gate_up_proj": (hidden_size, 2 * spec.intermediate_size),
         "down_proj": (spec.intermediate_size, hidden_size),
     }
+    # A Llama's `post_attention_layernorm` comes before its second half; with norms around both
+    # halves, as in Gemma, it comes after the first one.
     if spec.norms == "around":
         shapes["pre_feedforward_layernorm"] = (hidden_size,)
         shapes["post_feedforward_layernorm"] = (hidden_size,)
@@ -351,6 +366,7 @@ def layer_shapes(spec: LayerSpec, hidden_size: int) -> Shapes:
         shapes["qkv_bias"] = (heads,)
     if spec.o_bias:
         shapes["o_bias"] = (hidden_size,)
+    # One weight for all heads; a norm of values has none.
     if spec.qk_norm:
         shapes["q_norm"] = (spec.head_dim,)
     if spec.qk_norm and spec.keys_of is None:
@@ -378,6 +394,7 @@ def param_shapes(config: DecoderConfig) -> Shapes:
         "layers": [layer_shapes(spec, c.hidden_size) for spec in c.layers],
         "norm": (c.hidden_size,),
     }
+    # Of each token, [P] for each of L layers: as L P columns, so that one product gives all.
     if c.per_layer_input is not None:
         width = len(c.layers) * c.per_layer_input
         shapes["embed_tokens_per_layer"] = (c.vocab_size, width)

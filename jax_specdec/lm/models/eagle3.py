@@ -172,11 +172,13 @@ class Eagle3Head(DraftHead):
         """
         c = self.config
         check_array("features", features, f"[B, S, A*H] {self.dtype}", {"A*H": c.num_features})
+        # At most one of the two norms is there, see `Eagle3Config`.
         if c.norm_before_fc:
             features = rms_norm(features, params["input_norm"], c.norm)
         if c.fc_norm:
             chunks = (len(c.aux_hidden_state_layers), c.target_hidden_size)
-            # [B, S, A H_target] -> [B, S, A, H_target] and back: a mean for each layer
+            # [B, S, A H_target] -> [B, S, A, H_target] and back: a mean for each layer. The weight
+            # [A H_target] likewise.
             split = features.reshape(*features.shape[:2], *chunks)
             split = rms_norm(split, params["fc_norm"].reshape(chunks), c.norm)
             features = split.reshape(features.shape)
@@ -217,6 +219,7 @@ class Eagle3Head(DraftHead):
             has positions.
           TypeError: rows have other dtypes, or states not the compute dtype.
         """
+        # A head has one layer, and its cache one pair of keys and values.
         c = self.config
         (spec,) = c.layers
         (layer,) = cache
@@ -226,6 +229,7 @@ class Eagle3Head(DraftHead):
         sizes = {"B": batch_size, "S": length, "H": c.hidden_size}
         check_array("states", states, f"[B, S, H] {self.dtype}", sizes)
 
+        # All S rows are written, whichever of them is asked about.
         def attend(query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
             nonlocal layer
             read, layer = step.attend(spec, query, key, value, layer)
@@ -267,6 +271,7 @@ class Eagle3Head(DraftHead):
         # h = x + attention(u): [B, S, 2 H] -> [B, S, H]
         cos_sin = rotation(positions, spec.rotation, spec.head_dim)
         branch = self_attention(spec, layer, h, cos_sin, attend)
+        # The residual stream begins with the state itself, or with its norm.
         x = (normed if c.norm_before_residual else states) + branch
         if row is not None:
             # [B, S, H] -> [B, 1, H]: all positions were written, one is asked about
@@ -275,6 +280,7 @@ class Eagle3Head(DraftHead):
         h = rms_norm(x, layer["post_attention_layernorm"], c.norm)
         x = x + feed_forward(spec, layer, h)
         # logits = lm_head(norm(h)): [B, S, H] -> [B, S, Vd]
+        # Feedback is h, or norm(h); in the next draft step it stands where fc(g) does here.
         output = rms_norm(x, params["norm"], c.norm)
         logits = head_logits(c, params, output)
         return logits, output if c.norm_output else x

@@ -1,4 +1,9 @@
-"""Checks of numbers from files and callers, and how messages quote them."""
+"""Checks of numbers from files and callers, and how messages quote them.
+
+Configs of models are dataclasses that call `check_fields` before rules of their own. Their modules
+have no ``from __future__ import annotations``: with it, the type of a field would be a string, and
+no rule would be found for it.
+"""
 
 import dataclasses
 import reprlib
@@ -57,16 +62,18 @@ def check_fields(config: Any) -> None:
         if (rule := _broken_rule(field.type, value, least)) is not None:
             refuse(ValueError, field.name, f"be {rule}", value)
         if field.type is float or (field.type == float | None and value is not None):
-            # the dataclass is frozen
+            # By `object`, because the dataclass is frozen.
             object.__setattr__(config, field.name, float(value))
 
 
 def _broken_rule(kind: Any, value: object, least: int) -> str | None:
     """Returns what a value of a field must be and is not; None where it may be what it is."""
-    if type(None) in typing.get_args(kind):  # `int | None`
-        given, *_ = typing.get_args(kind)
-        rule = None if value is None else _broken_rule(given, value, least)
+    # `int | None`: the rule of the first type, unless the value is None
+    if type(None) in typing.get_args(kind):
+        value_kind, *_ = typing.get_args(kind)
+        rule = None if value is None else _broken_rule(value_kind, value, least)
         return None if rule is None else f"{rule} or None"
+    # A bool is an int to Python, and neither a size nor a number here.
     if kind is int:
         if type(value) is not int or value < least:
             return "a positive integer" if least else "an integer of at least 0"
@@ -74,6 +81,7 @@ def _broken_rule(kind: Any, value: object, least: int) -> str | None:
     if kind is float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             return "a positive number"
+        # Neither infinite in float32, nor so small that a device may take it for 0.
         normal = np.finfo(np.float32)
         is_held = float(normal.tiny) <= value <= float(normal.max)
         return None if is_held else "a number that float32 holds"

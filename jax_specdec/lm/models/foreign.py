@@ -79,8 +79,8 @@ class OneIndexModel(OneGroup):
           ValueError: no array of the cache has the name `index`; or one has fewer positions than
             `max_length`, as a ring has: rejected drafts would overwrite what it held before.
         """
-        one = jax.tree.map(jnp.asarray, self.new_cache(max_length))
-        arrays = jax.tree_util.tree_leaves_with_path(one)
+        of_request = jax.tree.map(jnp.asarray, self.new_cache(max_length))
+        arrays = jax.tree_util.tree_leaves_with_path(of_request)
         if self.index is not None and not any(self.serves.is_index(path) for path, _ in arrays):
             raise ValueError(f"index must be a name in the cache, but {self.index!r} is not in it")
         shortest = jax.eval_shape(lambda: self.new_cache(1))
@@ -98,26 +98,31 @@ class OneIndexModel(OneGroup):
                 )
         # The room is written down as a shape, for the mask.
         room = jnp.zeros((batch_size, max_length), bool)
-        return jax.tree.map(lambda x: jnp.repeat(x[None], batch_size, axis=0), one), room
+        # [...] -> [1, ...] -> [B, ...]
+        return jax.tree.map(lambda x: jnp.repeat(x[None], batch_size, axis=0), of_request), room
 
     def run(
         self, params: Params, token_ids: jax.Array, start: jax.Array, cache: Cache
     ) -> tuple[jax.Array, Cache]:
         """Returns logits ``[B, S, V]`` and the cache; see `OneGroup.run`."""
+        # Caches with a first axis of B, and [B, T] of nothing but its shape.
         caches, room = cache
         length = token_ids.shape[1]
         max_length = room.shape[1]
 
         def one(token_ids: jax.Array, start: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+            """Returns logits ``[S, V]`` of one request, and its cache."""
             # One request: token_ids [S], start [], positions [S], mask [S, T].
             positions = start + jnp.arange(length, dtype=jnp.int32)
             mask = jnp.arange(max_length, dtype=jnp.int32)[None, :] <= positions[:, None]
+            # Their index says where they write next, which is what a rollback moves.
             cache = jax.tree_util.tree_map_with_path(
                 lambda path, x: jnp.full_like(x, start) if self.serves.is_index(path) else x, cache
             )
             # They take a batch, here of one: [S] -> [1, S], [S, T] -> [1, S, T].
-            logits, found = self.call(params, token_ids[None], positions[None], cache, mask[None])
-            return logits[0], found  # [1, S, V] -> [S, V]
+            logits, after = self.call(params, token_ids[None], positions[None], cache, mask[None])
+            # [1, S, V] -> [S, V]
+            return logits[0], after
 
         # Over requests: [B, S, V]. The weights are the same for all: `one` closes over them.
         logits, caches = jax.vmap(one)(token_ids, start, caches)
@@ -164,6 +169,7 @@ def from_nnx(
       >>> logits.tolist()
       [[[0.0, 0.0, 1.0]]]
     """
+    # The graph is static, and closed over; the state is the weights, a pytree of arrays.
     graph, params = nnx.split(module)
 
     def merged(
@@ -220,7 +226,9 @@ def from_keras_hub(keras: Any, module: Any) -> tuple[OneIndexModel, Params]:
     def call(
         params: Params, token_ids: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        del mask  # they make their own, from the index
+        # They make a mask of their own, from the index. Inside the scope, each variable has the
+        # value that is passed, so that weights are arguments of the program and no constants.
+        del mask
         with keras.StatelessScope(state_mapping=list(zip(variables, params, strict=True))):
             logits, _, cache = module.call_with_cache(token_ids, cache, positions[0, 0])
         return logits, cache
@@ -228,8 +236,8 @@ def from_keras_hub(keras: Any, module: Any) -> tuple[OneIndexModel, Params]:
     def new_cache(max_length: int) -> Cache:
         # Theirs runs the prompt to fill a cache; here only its shape is asked for.
         ids = jax.ShapeDtypeStruct((1, max_length), jnp.int32)
-        found = jax.eval_shape(lambda ids: module._build_cache(ids)[1], ids)
-        return jnp.zeros(found.shape, found.dtype)
+        like = jax.eval_shape(lambda ids: module._build_cache(ids)[1], ids)
+        return jnp.zeros(like.shape, like.dtype)
 
     model = OneIndexModel(module.backbone.vocabulary_size, call, new_cache)
     return model, [variable.value for variable in variables]

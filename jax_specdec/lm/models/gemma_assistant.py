@@ -78,6 +78,7 @@ class GemmaAssistantConfig(LayersConfig):
     num_active_centroids: int | None = None
 
     def __post_init__(self) -> None:
+        # Each layer reads a layer of the target: the assistant has no cache.
         super().__post_init__()
         for index, spec in enumerate(self.layers):
             must = f"be a layer of the target, below {self.target_layers}"
@@ -85,6 +86,7 @@ class GemmaAssistantConfig(LayersConfig):
             require(fits, f"layers[{index}].keys_of", must, spec.keys_of)
         groups = self.num_centroids
         active = self.num_active_centroids
+        # Ordered heads have both, others neither. Groups are of one size, as `lm_head` has them.
         must = f"be None or not as num_centroids = {groups} is"
         require((groups is None) == (active is None), "num_active_centroids", must, active)
         if groups is not None and active is not None:
@@ -210,6 +212,7 @@ class GemmaAssistantHead:
           A dict; see `weight_shapes`. `target_ids` are in order.
         """
         c = self.config
+        # Vectors come out as norms, so `target_ids` are written over.
         params = random_weights(self.weight_shapes, key, self.dtype, c.layers)
         if target_params is not None:
             params |= target_arrays(target_params)
@@ -235,6 +238,7 @@ class GemmaAssistantHead:
         """
         sizes = {"Ht": self.config.target_hidden_size}
         check_array("features", features, f"[B, S, Ht] {self.dtype}", sizes)
+        # h = norm(g): features are the stream before the target's final norm, [B, S, Ht]
         return rms_norm(features, params["target_norm"], self.config.target_norm)
 
     def apply(
@@ -260,29 +264,36 @@ class GemmaAssistantHead:
         """
         c = self.config
         read = [self._layer(cache, spec) for spec in c.layers]
-        # Each row sees what the target's row n - 1 has seen: as that row, the first of a block.
+        # Each row sees what the target's row n - 1 has seen: as that row, the first of a block. The
+        # block starts at n - 1, and bit 0 of its mask is that position; none sees another row.
         num_rows = rows.token_ids.shape[1]
+        # [S, 2] uint32
         first_alone = np.tile(np.array([1, 0], np.uint32), (num_rows, 1))
-        own = rows._replace(start=jnp.maximum(rows.start - 1, 0))
-        step = Pass.of([own], read, c.layers)
+        block = rows._replace(start=jnp.maximum(rows.start - 1, 0))
+        step = Pass.of([block], read, c.layers)
+        # A single row in 16 bits comes twice, [1, 1] -> [1, 2], as in `Llama`; one of the two is
+        # left after the last layer.
         if self.dtype.itemsize == 2:
             step = step.with_two_rows()
 
         def attend(index: int, query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
+            # Layers have no key and value: nothing is written, and the cache comes back as it was.
             spec = c.layers[index]
             return step.attend(spec, query, key, value, read[index], first_alone)[0]
 
         # x = W_pre [E[y], h]: [B, S, Ht] twice -> [B, S, H]
         scale = jnp.asarray(c.target_hidden_size**0.5, self.dtype)
         embedded = embed_tokens(params["embed_tokens"], step.token_ids) * scale
+        # [B, S, Ht], or [1, 1, Ht] -> [1, 2, Ht] of a row that comes twice
         states = jnp.broadcast_to(states, embedded.shape)
         x = matmul(jnp.concatenate([embedded, states], axis=2), params["pre_projection"])
-        # [B] -> [B, 1]: of all drafts
+        # [B] -> [B, 1]: one position for all drafts, whatever their place in the step
         cos_sin = rotations(c.layers, rows.start[:, None] + position)
         for index, (spec, layer) in enumerate(zip(c.layers, params["layers"], strict=True)):
-            one = functools.partial(attend, index)
-            x = decoder_layer(spec, layer, x, cos_sin[index], one)
-        # u = norm(x): [B, S, H]
+            # x = layer(x): [B, S, H]
+            layer_attend = functools.partial(attend, index)
+            x = decoder_layer(spec, layer, x, cos_sin[index], layer_attend)
+        # u = norm(x): [B, S, H]; then logits W_out u, and states W_post u of [B, S, Ht]
         output = rms_norm(x[:, :num_rows], params["norm"], c.norm)
         logits, ids = self._logits(params, output)
         return AssistantOutput(logits, matmul(output, params["post_projection"]), ids)
@@ -293,6 +304,7 @@ class GemmaAssistantHead:
         Raises:
           ValueError: the cache is not that of a `Llama` that fits.
         """
+        # The cache is another model's: whether it fits the head is known only here.
         index = spec.keys_of
         assert index is not None
         fits = isinstance(cache, list) and len(cache) > index
@@ -309,8 +321,9 @@ class GemmaAssistantHead:
             return output_logits(output, params["lm_head"], False, c.num_token_ids), None
         # [B, S, H] -> [B, S, M] -> [B, S, C]: the groups whose centroids are the nearest
         _, groups = lax.top_k(matmul(output, params["centroids"]), c.num_active_centroids)
-        # [B, S, C, V / M, H]: each group is one block of memory
+        # [M, V / M, H] -> [B, S, C, V / M, H]: each group is one block of memory
         rows = params["lm_head"][groups]
+        # [B, S, C, V / M] -> [B, S, Vd]: logits, and their ids, group after group
         shape = (*output.shape[:2], -1)
         logits = jnp.einsum("bscvh,bsh->bscv", rows, output).reshape(shape)
         ids = params["target_ids"].reshape(c.num_centroids, -1)[groups].reshape(shape)

@@ -1,4 +1,9 @@
-"""What draft heads have in common: layers that read features of the target, and its embedding."""
+"""What draft heads have in common: layers that read features of the target, and its embedding.
+
+`Eagle3Head` and `BlockHead` derive from `DraftHead`, their configs from `HeadConfig`. Where a head
+has no embedding or output matrix of its own, its params hold the target's (`shared_params`). That
+takes no memory: they are the same arrays under the head's names.
+"""
 
 import abc
 import dataclasses
@@ -33,16 +38,17 @@ class HeadConfig(LayersConfig):
         require(have_keys, "layers", "have keys of their own", self.layers)
         ids = self.aux_hidden_state_layers
         are_ids = isinstance(ids, tuple) and all(type(x) is int and x >= 0 for x in ids)
+        # Not empty, none twice, in the order in which the target's pass comes to them.
         ascend = are_ids and ids and list(ids) == sorted({*ids})
         require(
             ascend, "aux_hidden_state_layers", "be different layer ids from 0 on, ascending", ids
         )
         # A head that scores part of the ids cannot take the target's output matrix.
         size = self.draft_vocab_size
-        most = self.vocab_size
-        require(size <= most, "draft_vocab_size", f"be at most vocab_size = {most}", size)
-        must = f"be true with draft_vocab_size = {size}, less than vocab_size = {most}"
-        require(size == most or self.own_lm_head, "own_lm_head", must, self.own_lm_head)
+        all_ids = self.vocab_size
+        require(size <= all_ids, "draft_vocab_size", f"be at most vocab_size = {all_ids}", size)
+        must = f"be true with draft_vocab_size = {size}, less than vocab_size = {all_ids}"
+        require(size == all_ids or self.own_lm_head, "own_lm_head", must, self.own_lm_head)
         # What is the target's has the target's width.
         fits = self.target_hidden_size == self.hidden_size
         must = f"be hidden_size = {self.hidden_size} where the embedding or output is the target's"
@@ -128,6 +134,8 @@ class DraftHead(abc.ABC):
         """
         c = self.config
         params = random_weights(self.weight_shapes, key, self.dtype, c.layers)
+        # What is the target's is drawn first, and replaced: each array keeps its key, whatever a
+        # head shares.
         if target_params is not None:
             params |= shared_params(c, target_params)
         if "target_ids" in params:
@@ -140,6 +148,7 @@ def common_shapes(config: HeadConfig) -> Shapes:
     c = config
     embedding = (c.vocab_size, c.hidden_size)
     lm_head = (c.hidden_size, c.draft_vocab_size)
+    # [V, H] is the embedding, which gives logits transposed; a matrix of outputs is [H, Vd].
     shapes: Shapes = {
         "fc": (c.num_features, c.hidden_size),  # first: in it, other kinds of heads differ
         "norm": (c.hidden_size,),
@@ -166,7 +175,7 @@ def shared_params(config: HeadConfig, target_params: Weights) -> Weights:
 
 def head_logits(config: HeadConfig, params: Weights, output: jax.Array) -> jax.Array:
     """Returns logits ``[B, S, Vd]`` of normed states ``[B, S, H]``, scaled."""
-    # A list of ids has no padding.
+    # A list of ids has no padding. [B, S, H] -> [B, S, Vd]
     is_all = config.draft_vocab_size == config.vocab_size
     num_token_ids = config.num_token_ids if is_all else None
     logits = output_logits(output, params["lm_head"], config.output_is_embedding, num_token_ids)

@@ -64,6 +64,7 @@ class Int8Weight:
           x: rows.
           ids: ``[..., C]`` int32, of outputs, with leading axes that broadcast with those of x.
         """
+        # Rows of the outputs that are asked for: [out, in] -> [..., C, in], the only ones read.
         # [..., C, in] and [..., in] -> [..., C]
         values = self.values[ids].astype(x.dtype)
         sums = jnp.einsum("...ci,...i->...c", values, x, preferred_element_type=jnp.float32)
@@ -106,23 +107,27 @@ def quantize(params: Params, bits: int = 8) -> Params:
     is_dict = isinstance(params, Mapping)
     require(is_dict, "params", "be a dict of weights", params, hint, TypeError)
     require(bits == 8, "bits", "be 8", bits)
+    # A tied model gives its embedding a second name, under which it is quantized.
     if "embed_tokens" in params and "lm_head" not in params:
         params = {**params, "lm_head": params["embed_tokens"]}
     embedding = params.get("embed_tokens")
 
     def one(path: KeyPath, weight: jax.Array | Int8Weight) -> jax.Array | Int8Weight:
+        """Returns a weight, as an `Int8Weight` if it is a matrix that products are taken with."""
         where = "params" + jax.tree_util.keystr(path)
         is_array = isinstance(weight, Int8Weight) or hasattr(weight, "ndim")
         require(is_array, where, "be an array", weight, error=TypeError)
         name = str(getattr(path[-1], "key", ""))
         if isinstance(weight, Int8Weight) or weight.ndim != 2 or name in NOT_PRODUCTS:
             return weight
+        # Only an `lm_head` comes here that is the embedding [V, H]: it is [out, in] as it stands.
         if weight is embedding:
             return quantized(weight)
         rows_and_columns = np.shape(embedding)
         is_square = name == "lm_head" and weight.shape == rows_and_columns == weight.shape[::-1]
         must = "be the array embed_tokens, or not square"
         require(not is_square, "lm_head", must, weight, "its outputs may be either axis")
+        # [in, out] -> [out, in], the order of `Int8Weight.values`
         is_by_output = has_outputs_first(name, weight.shape, rows_and_columns)
         return quantized(weight if is_by_output else weight.T)
 
@@ -149,11 +154,12 @@ def has_outputs_first(name: str, shape: tuple[int, ...], embedding: tuple[int, .
 def quantized(weight: jax.Array) -> Int8Weight:
     """Returns a matrix ``[out, in]`` as an `Int8Weight`; see `quantize`."""
     numbers = weight.astype(jnp.float32)
-    # [out, in] -> [out]
+    # max |w| of each output: [out, in] -> [out]
     largest = jnp.max(jnp.abs(numbers), axis=1)
     is_finite = jnp.isfinite(largest)
     # No integer is NaN: the scale tells, by which every product with the column becomes NaN.
     scale = jnp.where(largest == 0, 1, jnp.where(is_finite, largest / MOST, jnp.nan))
+    # round(w / scale), in -127..127, as no weight of the row is larger than its largest
     values = jnp.where(is_finite[:, None], jnp.round(numbers / scale[:, None]), 0)
     return Int8Weight(values.astype(jnp.int8), scale)
 

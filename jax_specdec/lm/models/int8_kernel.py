@@ -68,6 +68,7 @@ class Int8Shape(NamedTuple):
             unit = 16 if row_blocks % 2 == 0 else 32
             cluster = 2
             tile = 64
+        # Rows of a block: an even share of all, rounded up to whole units.
         rows = -(-num_rows // (row_blocks * unit)) * unit
         of_tile = tile * (WARPGROUPS * OUTPUTS + 2 * rows)  # bytes: integers, and rows of 16 bits
         stages = min(SHARED_BYTES // of_tile, 8)
@@ -76,6 +77,7 @@ class Int8Shape(NamedTuple):
         if rows <= 40:  # two blocks fit on a multiprocessor, by their registers
             wanted = 2 * MULTIPROCESSORS
             stages = stages // 2
+        # As many splits as fill the multiprocessors, each of 4 tiles at least.
         splits = min(wanted // blocks, num_in // tile // LEAST_TILES)
         return cls(
             num_out=num_out,
@@ -106,11 +108,11 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, interpret: Any = 
         sums = _launch(shape, x.dtype, interpret)(values, rows)
     # [splits, out, padded] -> [out, padded] -> [M, out]
     total = jnp.sum(sums, axis=0) * scale[:, None]
-    found = total.astype(x.dtype).T[:num_rows]
+    scaled = total.astype(x.dtype).T[:num_rows]
     if shape.num_out > MANY_OUTPUTS:
         # Left to itself, XLA sums and transposes again in every program that reads a row of them.
-        found = with_layout_constraint(found, Layout((0, 1)))
-    return found
+        scaled = with_layout_constraint(scaled, Layout((0, 1)))
+    return scaled
 
 
 class Int8Operands(NamedTuple):

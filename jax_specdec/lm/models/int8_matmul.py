@@ -44,6 +44,7 @@ def int8_matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _product(arrays: tuple[jax.Array, jax.Array, jax.Array], platform: Platform) -> jax.Array:
     """Returns the product in the fastest form, which is chosen in Python."""
+    # The number of rows is a shape, so the choice is static, and a program has one of the forms.
     x, values, scale = arrays
     num_rows = x.shape[0]
     if platform == "cuda" and num_rows in KERNEL_ROWS and _is_served(x, values):
@@ -56,18 +57,22 @@ def _product(arrays: tuple[jax.Array, jax.Array, jax.Array], platform: Platform)
         return _dot(x, lax.optimization_barrier(weights), x.dtype)
     if platform == "cuda":
         x = jnp.pad(x, ((0, max(FEW_ROWS - num_rows, 0)), (0, 0)))
-    # All integers are exact in the dtype of x.
+    # scale[j] sum x[m, i] v[j, i]: [M, in] x [out, in] -> [M, out]. All integers are exact in the
+    # dtype of x, and XLA converts them as it reads them.
     sums = _dot(x, values.astype(x.dtype), jnp.dtype(jnp.float32))
     return (sums[:num_rows] * scale[None, :]).astype(x.dtype)
 
 
 def _dot(x: jax.Array, weights: jax.Array, dtype: np.dtype) -> jax.Array:
     """Returns the product ``[M, out]`` of ``[M, in]`` and ``[out, in]``."""
+    # Contracts the last axis of both, so that neither is transposed.
     return lax.dot_general(x, weights, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 def _is_served(x: jax.Array, values: jax.Array) -> bool:
-    """Whether the kernel serves a product on the default device."""
+    """Returns whether the kernel serves a product on the default device."""
+    # Blocks of 128 outputs, two of which may share rows; tiles of up to 128 inputs. Inside a
+    # `jax.shard_map` that checks how values vary, a kernel does not say how its own do.
     num_out, num_in = values.shape
     return (
         gpus.not_by_default() is None

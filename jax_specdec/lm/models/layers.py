@@ -1,5 +1,9 @@
 """The parts of a decoder layer in plain JAX: what `Llama` and the heads are made of.
 
+Functions of a `LayerSpec`, its weights and rows ``[B, S, ...]``. None knows of a cache: what
+attention reads is a function, `Attend`, which the caller gives (`cache.Pass.attend` in a pass, the
+whole sequence in training). At the end: random weights, and the check of weights.
+
 References:
   Su et al., 2021, "RoFormer", https://arxiv.org/abs/2104.09864
   Grattafiori et al., 2024, "The Llama 3 Herd of Models", https://arxiv.org/abs/2407.21783
@@ -81,7 +85,7 @@ def decoder_layer(
     else:  # x = x + norm(attention(norm(x)))
         x = x + normed("post_attention_layernorm", branch)
         h = normed("pre_feedforward_layernorm", x)
-    # x = x + mlp(norm(x))
+    # x = x + mlp(norm(x)), or x + norm(mlp(norm(x)))
     branch = regularize(feed_forward(spec, layer, h))
     if spec.norms == "around":
         branch = normed("post_feedforward_layernorm", branch)
@@ -91,6 +95,7 @@ def decoder_layer(
         gate = ACTIVATIONS[spec.activation](matmul(x, layer["per_layer_input_gate"]))
         branch = matmul(gate * layer_input, layer["per_layer_projection"])
         x = x + normed("post_per_layer_input_norm", branch)
+    # [1] -> [1, 1, 1], of all rows and columns
     return x * layer["layer_scalar"][None, None, :] if spec.has_scalar else x
 
 
@@ -143,7 +148,8 @@ def rotated_heads(
     if spec.keys_of is not None:
         return query, None, None
     key = heads[:, :, num_query : num_query + num_kv]
-    value = heads[:, :, -num_kv:]  # the keys, if these are all
+    # The last N_kv heads: with `value_is_key` those are the keys, before norm and rotation.
+    value = heads[:, :, -num_kv:]
     if spec.v_norm:
         value = rms_norm(value, None, spec.norm)
     if spec.qk_norm:
@@ -155,14 +161,16 @@ def rotations(
     layers: Sequence[LayerSpec], positions: jax.Array
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Returns the `rotation` of each layer; layers of one kind share it."""
+    # A dict as an ordered set: the program has one cos and sin for each kind, in a fixed order.
     kinds = {(spec.rotation, spec.head_dim): None for spec in layers}
-    found = {kind: rotation(positions, *kind) for kind in kinds}
-    return [found[spec.rotation, spec.head_dim] for spec in layers]
+    by_kind = {kind: rotation(positions, *kind) for kind in kinds}
+    return [by_kind[spec.rotation, spec.head_dim] for spec in layers]
 
 
 def rotation(positions: jax.Array, kind: Rotation, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """Returns the cos and sin of position * frequency: two ``[B, S, 1, D/2]`` float32."""
-    # [B, S] * [D/2] -> [B, S, 1, D/2]: the same for all heads
+    # [B, S] * [D/2] -> [B, S, 1, D/2]: the same for all heads. In float32, whatever the compute
+    # dtype: bfloat16 has not even all positions above 256.
     angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(
         kind.frequencies(head_dim)[None, None, None, :], jnp.float32
     )
@@ -172,8 +180,9 @@ def rotation(positions: jax.Array, kind: Rotation, head_dim: int) -> tuple[jax.A
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Returns ``[B, S, N, D]``, the pairs (x[i], x[i + D/2]) of each head turned, in float32."""
     cos, sin = rotation
-    # [B, S, N, D] -> two [B, S, N, D/2]
+    # [B, S, N, D] -> two [B, S, N, D/2]: pair i is x[i] and x[i + D/2], as in Hugging Face's files
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    # (a, b) -> (a cos - b sin, b cos + a sin)
     rotated = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
@@ -182,7 +191,7 @@ def feed_forward(spec: LayerSpec, layer: LayerWeights, h: jax.Array) -> jax.Arra
     """Returns what a gated feed-forward layer computes of normed rows, ``[B, S, H]`` both."""
     # [B, S, H] -> [B, S, 2 I] -> [B, S, I] twice
     gate, up = jnp.split(matmul(h, layer["gate_up_proj"]), 2, axis=2)
-    # silu(g) u -> [B, S, H]
+    # silu(g) u, or gelu(g) u: [B, S, I] -> [B, S, H]
     return matmul(ACTIVATIONS[spec.activation](gate) * up, layer["down_proj"])
 
 
@@ -207,12 +216,14 @@ def output_logits(
         logits = softcap * jnp.tanh(logits / softcap)
     if num_token_ids is None:
         return logits
+    # [V] -> [1, 1, V]: padding of the vocabulary axis is never drawn
     is_token = jnp.arange(logits.shape[2], dtype=jnp.int32) < num_token_ids
     return jnp.where(is_token[None, None, :], logits, -jnp.inf)
 
 
 def embed_tokens(embedding: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Returns rows ``[B, S, H]`` of the embedding ``[V, H]``; ids outside read some row."""
+    # Loops pass any id in padding. By default, one past the end would read NaN.
     return embedding.at[token_ids].get(mode="clip")
 
 
@@ -229,7 +240,7 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, norm: Norm) -> jax.Array:
         weight = weight.astype(jnp.float32)
     if norm.adds_one:
         weight = 1 + weight
-    # The weight gets leading axes of one.
+    # [n] -> [1, .., 1, n], or [A, n] -> [1, .., A, n] where features of A layers are normed
     weight = jnp.expand_dims(weight, range(x.ndim - weight.ndim))
     if not norm.in_float32:
         # It is rounded before it is scaled, as in `transformers`.
@@ -246,12 +257,13 @@ def random_weights(
     by a further 2 L, with L the number of layers; norms multiply by one, biases are zero.
     """
     leaves, treedef = jax.tree.flatten_with_path(shapes, is_leaf=is_shape)
+    # Where 1 + w stands for w, a norm that multiplies by one has w = 0.
     is_one = not layers[-1].norm.adds_one
     arrays = []
     for leaf_key, (path, shape) in zip(jax.random.split(key, len(leaves)), leaves, strict=True):
         name = path[-1].key
         if len(shape) == 1:
-            # True is 1, False is 0
+            # Of norms and biases: True is 1, False is 0.
             arrays.append(jnp.full(shape, is_one and not name.endswith("bias"), dtype))
             continue
         # An embedding is [V, H], the rows of groups of ids [M, V / M, H]; all others [in, out].
@@ -276,24 +288,27 @@ def check_weights(name: str, shapes: Shapes, params: Params, dtype: np.dtype | N
     """
     must = "be the weights of the model"
     require(isinstance(params, Mapping), name, must, params, "pass its .params", TypeError)
-    found = dict(jax.tree.leaves_with_path(params, is_leaf=is_int8))
+    # By path: each that `shapes` names is taken out, and what is left has no place in the model.
+    leaves = dict(jax.tree.leaves_with_path(params, is_leaf=is_int8))
     embedding = shapes["embed_tokens"]
     if "lm_head" not in shapes and is_int8(params.get("lm_head")):
         shapes = shapes | {"lm_head": embedding}  # beside an embedding that is the output matrix
     for path, shape in jax.tree.leaves_with_path(shapes, is_leaf=is_shape):
-        one = name + jax.tree_util.keystr(path)
-        leaf = found.pop(path, None)
+        leaf_name = name + jax.tree_util.keystr(path)
+        leaf = leaves.pop(path, None)
         if isinstance(leaf, Int8Weight):
+            # Its integers are [.., out, in], its scales [.., out], with the axis of devices if the
+            # weights are split; `shapes` says [.., in, out] of most matrices.
             if not has_outputs_first(path[-1].key, shape, embedding):
-                shape = (*shape[:-2], shape[-1], shape[-2])  # [in, out] -> [out, in]
-            check_leaf(f"{one}.values", leaf.values, shape, jnp.dtype("int8"))
-            check_leaf(f"{one}.scale", leaf.scale, shape[:-1], jnp.dtype("float32"))
+                shape = (*shape[:-2], shape[-1], shape[-2])
+            check_leaf(f"{leaf_name}.values", leaf.values, shape, jnp.dtype("int8"))
+            check_leaf(f"{leaf_name}.scale", leaf.scale, shape[:-1], jnp.dtype("float32"))
             continue
         wanted = jnp.dtype("int32") if path[-1].key == "target_ids" else dtype
-        check_leaf(one, leaf, shape, wanted)
-    for path, leaf in found.items():
-        one = name + jax.tree_util.keystr(path)
-        refuse(ValueError, one, "not be there, as no weight of this config", leaf)
+        check_leaf(leaf_name, leaf, shape, wanted)
+    for path, leaf in leaves.items():
+        leaf_name = name + jax.tree_util.keystr(path)
+        refuse(ValueError, leaf_name, "not be there, as no weight of this config", leaf)
 
 
 def is_shape(value: object) -> bool:

@@ -197,6 +197,7 @@ class Llama:
         Args:
           embed: how rows of embeddings are read.
         """
+        # Shapes are static, so a pass is checked where it is traced, at no cost when it runs.
         specs = self.config.layers
         layers = wants.aux_hidden_state_layers
         if layers:
@@ -214,9 +215,11 @@ class Llama:
             spec = specs[layer]
             # A layer without keys of its own reads those that an earlier one has just written.
             owner = layer if spec.keys_of is None else spec.keys_of
+            # It has neither key nor value then: nothing is written a second time.
             read, new_cache[owner] = step.attend(spec, query, key, value, new_cache[owner])
             return read
 
+        # [G, S, H] -> [G, S, H], and features [G, S, A H] or None.
         # Rotary angles follow positions in the sequence; `attend` goes by places in the cache.
         x, features = self._layers(
             params,
@@ -229,9 +232,9 @@ class Llama:
         )
         # [1, M, H] -> [G, S, H] of each group; one group is that already. Group by group, because
         # a compiler then leaves out the logits that nobody reads, as of prompts.
-        logits = [self._logits(params, own) for own in step.split(x)]
+        logits = [self._logits(params, states) for states in step.split(x)]
         if features is None:
-            return [Output(one) for one in logits], new_cache
+            return [Output(scores) for scores in logits], new_cache
         return list(map(Output, logits, step.split(features))), new_cache
 
     def run(
@@ -265,6 +268,7 @@ class Llama:
         c = self.config
         if not c.scales_embedding:
             return embedded
+        # The factor is rounded to the compute dtype first, as in Gemma.
         return embedded * jnp.asarray(c.hidden_size**0.5, embedded.dtype)
 
     def _layer_inputs(
@@ -280,14 +284,15 @@ class Llama:
         if size is None:
             return None
         shape = (*token_ids.shape, len(c.layers), size)
-        # [B, S, H] -> [B, S, L P] -> [B, S, L, P]
+        # norm(W x / sqrt(H)): [B, S, H] -> [B, S, L P] -> [B, S, L, P], normed over P
         context = matmul(self._scaled(embedded), params["per_layer_model_projection"])
         context = (context * c.hidden_size**-0.5).reshape(shape)
         context = rms_norm(context, params["per_layer_projection_norm"], c.norm)
-        # [B, S] -> [B, S, L P] -> [B, S, L, P]
-        own = embed(params["embed_tokens_per_layer"], token_ids).reshape(shape)
-        own = own * jnp.asarray(size**0.5, own.dtype)
-        return (context + own) * 2**-0.5
+        # sqrt(P) e: [B, S] -> [B, S, L P] -> [B, S, L, P]
+        rows = embed(params["embed_tokens_per_layer"], token_ids).reshape(shape)
+        rows = rows * jnp.asarray(size**0.5, rows.dtype)
+        # [B, S, L, P]: what layer l gets is [:, :, l]
+        return (context + rows) * 2**-0.5
 
     def _layers(
         self,
@@ -305,9 +310,12 @@ class Llama:
         # L + 1 times [B, S, H]: what enters each layer, and what leaves the last one
         streams = [self._scaled(embedded)]
         for index, (spec, layer) in enumerate(zip(c.layers, params["layers"], strict=True)):
-            one = functools.partial(attend, index)
-            own = None if layer_inputs is None else layer_inputs[:, :, index]
-            x = decoder_layer(spec, layer, streams[-1], cos_sin[index], one, regularize, own)
+            layer_attend = functools.partial(attend, index)
+            # [B, S, L, P] -> [B, S, P]
+            layer_input = None if layer_inputs is None else layer_inputs[:, :, index]
+            x = decoder_layer(
+                spec, layer, streams[-1], cos_sin[index], layer_attend, regularize, layer_input
+            )
             # Without it, XLA joins the end of a layer with what follows, features or not, and
             # rounds one and the other differently.
             streams.append(jax.lax.optimization_barrier(x))
@@ -320,6 +328,7 @@ class Llama:
     def _logits(self, params: Weights, x: jax.Array) -> jax.Array:
         """Returns logits ``[B, S, V]`` of the residual stream ``[B, S, H]`` after all layers."""
         c = self.config
+        # logits = W norm(x): [B, S, H] -> [B, S, V]
         x = rms_norm(x, params["norm"], c.norm)
         # [H, V], or [V, H] if the embedding is the output matrix, and there is no int8 one
         lm_head = params["lm_head" if "lm_head" in params else "embed_tokens"]

@@ -1,4 +1,8 @@
-"""`PlainModel`: a `CausalModel` of a pass that knows tokens ``[B, S]`` and a cache, and no more."""
+"""`PlainModel`: a `CausalModel` of a pass that knows tokens ``[B, S]`` and a cache, and no more.
+
+`OneGroup` is what such models have in common: it turns `Rows` into the arguments of a plain pass,
+and logits into an `Output`. `foreign.OneIndexModel` is another one of them.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,8 @@ class OneGroup(abc.ABC):
         self, params: Params, groups: Sequence[Rows], cache: Cache, wants: Wants = Wants()
     ) -> tuple[list[Output], Cache]:
         """Runs the tokens of the one group; see `CausalModel`."""
+        # As `serves` declares, there is one group, without slots, a tree or wanted features: its
+        # tokens are of all requests, in their order, and their positions follow from `start`.
         (rows,) = groups
         logits, cache = self.run(params, rows.token_ids, rows.start, cache)
         return [Output(logits)], cache
@@ -52,6 +58,7 @@ class OneGroup(abc.ABC):
 
 def no_cache(batch_size: int, max_length: int) -> Cache:
     """Returns the cache of a model that remembers nothing."""
+    # A pytree without arrays.
     del batch_size, max_length
     return ()
 
@@ -98,8 +105,8 @@ class PlainModel(OneGroup):
     def __post_init__(self) -> None:
         check_int("vocab_size", self.vocab_size)
         for name in ("function", "new_cache"):
-            given = getattr(self, name)
-            require(callable(given), name, "be a function", given, error=TypeError)
+            function = getattr(self, name)
+            require(callable(function), name, "be a function", function, error=TypeError)
 
     @property
     def serves(self) -> Serves:

@@ -3,6 +3,10 @@
 The loops know nothing about architectures. They need one operation: run some tokens of requests
 through the model at given positions and return logits, with a cache that can be rewound for free.
 Any JAX model that can do this fits.
+
+Below the contract are the checks that the loops make where a model, weights or a cache enter, and
+what they run through instead of calling a model themselves: `apply_groups`, for models that run one
+group alone, too, and `run_in_slots`, for models and drafters that know of no slots.
 """
 
 from __future__ import annotations
@@ -140,6 +144,7 @@ class Serves:
 
     def is_index(self, path: jax.tree_util.KeyPath) -> bool:
         """Returns whether the path of an array of the cache has the name `index`."""
+        # Keys of dicts, names of attributes and places of lists, each as its text without brackets.
         return any(jax.tree_util.keystr((key,), simple=True) == self.index for key in path)
 
 
@@ -338,8 +343,9 @@ def check_batch_axis(name: str, owner: HasCache, axis: int) -> None:
     Raises:
       ValueError: an array has no such axis.
     """
-    one = jax.eval_shape(lambda: owner.init_cache(1, 8))
-    two = jax.eval_shape(lambda: owner.init_cache(2, 8))
+    # Shapes alone: no cache is made. Any number of positions would do.
+    of_one = jax.eval_shape(lambda: owner.init_cache(1, 8))
+    of_two = jax.eval_shape(lambda: owner.init_cache(2, 8))
 
     def check(
         path: jax.tree_util.KeyPath, one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct
@@ -356,7 +362,7 @@ def check_batch_axis(name: str, owner: HasCache, axis: int) -> None:
                 f"request and {two.shape} for two"
             )
 
-    jax.tree.map_with_path(check, one, two)
+    jax.tree.map_with_path(check, of_one, of_two)
 
 
 def is_loaded_model(value: object) -> bool:
@@ -410,18 +416,21 @@ def check_like(name: str, given: Cache | Params, wanted: Cache | Params, source:
       ValueError: the structure or a shape is another.
     """
     structure = jax.tree.structure(wanted)
-    found: object = jax.tree.structure(given)
-    if found != structure:
+    structure_given: object = jax.tree.structure(given)
+    if structure_given != structure:
+        # The message names one array that only one of the two has. There may be none, as where a
+        # tuple stands for a list; an array that is no part of a pytree has an empty path.
         paths = [{path for path, _ in jax.tree.leaves_with_path(x)} for x in (wanted, given)]
         names = map(jax.tree_util.keystr, paths[0] ^ paths[1])
         first = min(filter(None, names), default=None)
         hint = None if first is None else f"only one of the two has {first}"
-        refuse(ValueError, name, f"have the structure of {source}", found, hint)
+        refuse(ValueError, name, f"have the structure of {source}", structure_given, hint)
+    # Of one structure, leaves are in one order.
     for (path, like), leaf in zip(
         jax.tree.leaves_with_path(wanted), jax.tree.leaves(given), strict=True
     ):
-        one = name + jax.tree_util.keystr(path)
-        check_leaf(one, leaf, like.shape, like.dtype, f", as in {source}")
+        leaf_name = name + jax.tree_util.keystr(path)
+        check_leaf(leaf_name, leaf, like.shape, like.dtype, f", as in {source}")
 
 
 def check_leaf(name: str, leaf: Any, shape: tuple[int, ...], dtype: Any, source: str = "") -> None:
@@ -456,6 +465,7 @@ def check_model(name: str, model: object) -> None:
             f"{name} must be a CausalModel, but it is a LoadedModel, which holds one and its "
             "params: pass its .model here, and its .params where they belong"
         )
+    # A class has all members that are looked for below, so it is told apart before.
     if isinstance(model, type):
         kind = model.__name__
         raise TypeError(f"{name} must be a CausalModel, but it is the class {kind}: make an object")
@@ -466,6 +476,7 @@ def check_model(name: str, model: object) -> None:
         hint += ": PlainModel makes one of a plain pass" if hasattr(model, "apply") else ""
         hint += ": params come after their model" if isinstance(model, Mapping) else ""
         raise TypeError(f"{name} must be a CausalModel, but it is {described(model)}{hint}")
+    # That members are there says nothing about their values.
     check_type(f"{name}.serves", model.serves, Serves)
     try:
         hash(model)
@@ -512,6 +523,7 @@ def apply_groups(
         outputs, cache = model.apply(params, groups, cache, wants)
     else:
         outputs, cache = _in_turn(model, params, groups, cache, wants, max_length)
+    # This is traced once for each program: the checks cost nothing when it runs.
     for rows, output in zip(groups, outputs, strict=True):
         size, length = rows.token_ids.shape
         sizes = {"G": size, "S": length, "V": model.vocab_size}
@@ -542,6 +554,8 @@ def _in_turn(
     outputs = []
     for rows in groups:
         # The caches of the slots are taken out of the cache: they are all requests of the pass.
+        # Each group is written over what the one before left. The loops put prompts after drafts,
+        # so of a request that is in both, the rows with slots stay.
         alone = rows._replace(slots=None)
 
         def run(cache: Cache, alone: Rows = alone) -> tuple[Cache, Output]:
@@ -575,21 +589,24 @@ def run_in_slots(
       length: positions of each request.
       run: is given the caches of the R requests, and returns them and anything else.
     """
+    # Take the caches of R slots, [.., S entries, ..] -> [.., R entries, ..]; run; put them back.
     assert rows.slots is not None
     empty = owner.init_cache(rows.slots.shape[0], length)
-    own = take_cache(cache, empty, rows.slots, axis)
+    some = take_cache(cache, empty, rows.slots, axis)
     is_new = rows.start == 0
 
-    # A cache may hold more than positions, such as a count, which only an empty one resets.
     def cleared(old: jax.Array, new: jax.Array) -> jax.Array:
+        """Returns the entries of R requests, of those that begin anew the empty ones."""
+        # A cache may hold more than positions, such as a count, which only an empty one resets.
+        # What lies at positions would be overwritten before it is seen.
         # [R] -> [R entries] -> [.., R entries, ..], along the axis of the requests
-        each = jnp.repeat(is_new, new.shape[axis] // is_new.shape[0])
+        is_new_entry = jnp.repeat(is_new, new.shape[axis] // is_new.shape[0])
         shape = [1] * new.ndim
-        shape[axis] = each.shape[0]
-        return jnp.where(each.reshape(shape), new, old)
+        shape[axis] = is_new_entry.shape[0]
+        return jnp.where(is_new_entry.reshape(shape), new, old)
 
-    own, result = run(jax.tree.map(cleared, own, empty))
-    return put_cache(cache, own, rows.slots, axis), result
+    some, result = run(jax.tree.map(cleared, some, empty))
+    return put_cache(cache, some, rows.slots, axis), result
 
 
 def take_cache(cache: Cache, like: Cache, slots: jax.Array, axis: int) -> Cache:
@@ -628,8 +645,9 @@ def put_cache(cache: Cache, some: Cache, slots: jax.Array, axis: int) -> Cache:
         size = new.shape[axis] // slots.shape[0]  # entries of one request
         # One after another: a scatter would copy the cache where `axis` is not the first.
         for row in range(slots.shape[0]):
-            one = lax.slice_in_dim(new, row * size, (row + 1) * size, axis=axis)
-            all_ = lax.dynamic_update_slice_in_dim(all_, one, slots[row] * size, axis)
+            # [.., R entries, ..] -> [.., entries, ..]
+            entries = lax.slice_in_dim(new, row * size, (row + 1) * size, axis=axis)
+            all_ = lax.dynamic_update_slice_in_dim(all_, entries, slots[row] * size, axis)
         return all_
 
     return jax.tree.map(put, cache, some)

@@ -117,6 +117,8 @@ class TensorParallelLlama:
     @property
     def _local(self) -> Llama:
         """What one device runs: a `Llama` with its share of heads, columns and ids."""
+        # [V / n] ids of each device, rounded up. Which of them are padding differs from device to
+        # device, so `_apply_share` masks them, and the `Llama` knows of none.
         c = self.model.config
         config = dataclasses.replace(
             c,
@@ -132,6 +134,7 @@ class TensorParallelLlama:
         return dataclasses.replace(
             spec,
             num_attention_heads=spec.num_attention_heads // groups,
+            # With more groups than heads of keys, several groups have the same one.
             num_key_value_heads=max(1, spec.num_key_value_heads // groups),
             intermediate_size=-(-spec.intermediate_size // self.num_devices),
         )
@@ -151,20 +154,26 @@ class TensorParallelLlama:
         sharding = NamedSharding(self.mesh, P(self.axis))
 
         def place(part: Callable[[int], np.ndarray]) -> jax.Array:
+            """Returns ``[n, ...]`` of what a function gives for each device."""
+
             def read(index: Any) -> np.ndarray:
-                # One slice of each axis: the first is the entry of one device.
+                # One slice of each axis: the first is the entry of one device. Its part is cut out
+                # of the whole on the host, for devices of this process alone.
                 return np.stack([part(device) for device in range(self.num_devices)[index[0]]])
 
+            # All parts have one shape: [...] -> [n, ...].
             shape = (self.num_devices, *part(0).shape)
             return jax.make_array_from_callback(shape, sharding, read)
 
         def place_weight(path: KeyPath, x: jax.Array | Int8Weight) -> jax.Array | Int8Weight:
+            """Returns a weight ``[n, ...]``; of one in 8 bits, integers and scales alike."""
             if not isinstance(x, Int8Weight):
                 whole = np.asarray(x)
                 return place(lambda device: self._part(path, whole, device))
             # [out, in] -> [in, out], of which a device's part -> [out, in]
             values = np.asarray(x.values).T
-            # [out] -> [1, out]: a row of what is cut by outputs
+            # [out] -> [1, out]: a row of what is cut by outputs. Matrices that write to the
+            # residual stream are cut by inputs, so each device has all their outputs, and scales.
             scale = np.asarray(x.scale)[None]
             by_outputs = path[-1].key not in ("o_proj", "down_proj")
             return Int8Weight(
@@ -183,7 +192,7 @@ class TensorParallelLlama:
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """Returns an empty cache; see `CausalModel.init_cache`."""
-        one = jax.eval_shape(lambda: self._local.init_cache(batch_size, max_length))
+        local_cache = jax.eval_shape(lambda: self._local.init_cache(batch_size, max_length))
         sharding = NamedSharding(self.mesh, P(self.axis))
 
         def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -191,7 +200,7 @@ class TensorParallelLlama:
             array = jnp.zeros((self.num_devices, *x.shape), x.dtype, device=sharding)
             return lax.with_sharding_constraint(array, sharding)  # jit ignores `device`
 
-        return jax.tree.map(zeros, one)
+        return jax.tree.map(zeros, local_cache)
 
     def apply(
         self, params: Weights, groups: Sequence[Rows], cache: Cache, wants: Wants = Wants()
@@ -228,8 +237,9 @@ class TensorParallelLlama:
 
         def share(cache: Cache, start: jax.Array, path: jax.Array) -> Cache:
             # This device's part has one entry along the axis of devices.
-            own = jax.tree.map(lambda x: x[0], cache)
-            return jax.tree.map(lambda x: x[None], self._local.commit(own, start, path))
+            # [1, ...] -> [...] and back; nodes move the same way on all devices.
+            local_cache = jax.tree.map(lambda x: x[0], cache)
+            return jax.tree.map(lambda x: x[None], self._local.commit(local_cache, start, path))
 
         run = jax.shard_map(
             share, mesh=self.mesh, in_specs=(P(self.axis), P(), P()), out_specs=P(self.axis)
@@ -242,12 +252,15 @@ class TensorParallelLlama:
         """Returns one device's part of `apply`."""
         local = self._local
         c = self.model.config
+        # []: ids first_id to first_id + V / n - 1 are this device's
         first_id = lax.axis_index(self.axis) * local.vocab_size
 
+        # A `Llama` calls it for what attention and the feed-forward layer of each layer add.
         def sum_devices(branch: jax.Array) -> jax.Array:
             return lax.psum(branch, self.axis)
 
         def embed(embed_tokens: jax.Array, token_ids: jax.Array) -> jax.Array:
+            """Returns rows ``[B, S, H]`` of an embedding whose ids are split over devices."""
             # [B, S] -> [B, S, H]: one device has the row of an id, the others add zeros.
             ids = jnp.clip(token_ids, 0, c.vocab_size - 1) - first_id
             is_local = (ids >= 0) & (ids < local.vocab_size)
@@ -269,6 +282,7 @@ class TensorParallelLlama:
         """Returns what one device holds of a weight, which `param_shapes` describes."""
         n = self.num_devices
         name = path[-1].key
+        # What reads the residual stream is cut by outputs, what writes to it by inputs.
         if name in ("qkv_proj", "qkv_bias"):
             return self._heads(self._spec(path), x, device)
         if name == "o_proj":
@@ -281,7 +295,8 @@ class TensorParallelLlama:
             # [H, 2 I] -> [H, I] twice: each device has the same columns of both
             halves = np.split(x, 2, axis=1)
             return np.concatenate([_slice(half.T, device, n).T for half in halves], axis=1)
-        return x  # norms
+        # All else is whole on every device, such as norms, which see the whole residual stream.
+        return x
 
     def _spec(self, path: KeyPath) -> LayerSpec:
         """Returns what the layer of a weight is."""
@@ -293,11 +308,12 @@ class TensorParallelLlama:
         num_query = spec.num_attention_heads
         num_kv = spec.num_key_value_heads
         query = self._query_heads(spec, device)
-        # The heads of keys that the group's query heads share.
+        # The heads of keys that the group's query heads share: query head q reads q // per_key.
         per_key = num_query // num_kv
         keys = slice(query.start // per_key, (query.stop - 1) // per_key + 1)
         # [..., (N + 2 N_kv) D] -> [..., N + 2 N_kv, D]
         x = x.reshape(*x.shape[:-1], -1, spec.head_dim)
+        # -> [..., N, D], [..., N_kv, D] twice; none of those that the layer does not compute
         q, k, v = np.split(x, [num_query, num_query + num_kv], axis=-2)
         x = np.concatenate([q[..., query, :], k[..., keys, :], v[..., keys, :]], axis=-2)
         # -> [..., (N + 2 N_kv) D] of the group's heads
@@ -307,12 +323,14 @@ class TensorParallelLlama:
         """Returns rows of ``[N D, H]`` of the group's heads; zeros but on its first device."""
         query = self._query_heads(spec, device)
         rows = x[query.start * spec.head_dim : query.stop * spec.head_dim]
-        # Branches are summed over devices: one of the group adds its heads.
+        # [N D, H] -> [N D / groups, H]. Branches are summed over devices: one of the group adds its
+        # heads.
         is_first = device % (self.num_devices // self.num_head_groups(spec)) == 0
         return rows if is_first else np.zeros_like(rows)
 
     def _query_heads(self, spec: LayerSpec, device: int) -> slice:
         """Returns the query heads of the device's group."""
+        # Neighbours are a group: devices 0 to n / groups - 1, and so on.
         groups = self.num_head_groups(spec)
         group = device // (self.num_devices // groups)
         size = spec.num_attention_heads // groups
