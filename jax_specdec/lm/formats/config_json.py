@@ -180,7 +180,8 @@ def _written_layers(config: DecoderConfig) -> dict[str, JsonValue]:
     if (scaling := full.rotation.scaling) is not None:
         kind = next(name for name, made in SCALINGS.items() if isinstance(scaling, made))
         said["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(scaling)}
-    if full.norms == "before":  # a Llama or Qwen; the keys below are Gemma's
+    # The keys below are Gemma's; a Llama or a Qwen has none of them.
+    if full.norms == "before":
         return said
     sliding = by_kind.get(SLIDING, full)
     kinds = [FULL if spec.window is None else SLIDING for spec in config.layers]

@@ -52,7 +52,8 @@ follow that of the layer."""
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
-    "language_model.": "",  # the output matrix; after the first prefix, which begins alike
+    # The output matrix. It comes after the first prefix, which begins alike.
+    "language_model.": "",
 }
 """What names of tensors begin with in files of text and images, and in those of text alone."""
 
@@ -234,7 +235,7 @@ def gemma4_layers(raw: JsonObject, keys_of: dict[str, int] | None = None) -> lis
             v_norm=True,
             value_is_key=kind == FULL and raw.given("attention_k_eq_v", False),
             keys_of=None if is_own else keys_of[kind],
-            per_layer_input=raw["hidden_size_per_layer_input"] or None,  # 0: there is none
+            per_layer_input=raw["hidden_size_per_layer_input"] or None,
             has_scalar=True,
         )
         # Only layers that save the matrices of keys and values have the wider ones.

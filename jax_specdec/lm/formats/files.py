@@ -2,7 +2,7 @@
 
 Files of a checkpoint come from strangers: they may be cut, damaged, or something else under the
 name. Whatever is wrong with one ends in an OSError or a ValueError of one sentence that begins with
-its path, never in an error of a library, and no file makes the process take memory without bound.
+its path, never in an error of a library, and no JSON makes the process take memory without bound.
 `JsonObject` carries the path on, down to the value that is wrong.
 """
 
@@ -230,9 +230,10 @@ def read_json(path: Path, *, optional: bool = False) -> JsonObject:
     if optional and not is_there(path):
         return JsonObject({}, shown(path))
     text = read_text(path)
+    # Objects nested too deep end in a RecursionError.
     try:
         raw = json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:  # the second: nested a thousand deep
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{shown(path)} is not valid JSON: {reason(error)}.") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{shown(path)} must hold a JSON object.")
