@@ -72,8 +72,8 @@ def read_target_text(directory: Path | None) -> TargetText:
     config = read_config(directory / CONFIG_FILE)
     tokenizer = lm.load_tokenizer(directory)
     stops = tokenizer.stop_token_ids
-    most = config.max_position_embeddings
-    return TargetText(tokenizer, config.vocab_size, stops, tokenizer.stream, most)
+    length = config.max_position_embeddings
+    return TargetText(tokenizer, config.vocab_size, stops, tokenizer.stream, length)
 
 
 def load_models(

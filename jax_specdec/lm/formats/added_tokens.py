@@ -87,8 +87,8 @@ def tokens_beside(
             ids[token.content] = next_id
             next_id += 1
         additions[ids[token.content]] = token
-    # Special tokens that only have a name. Their ids end where the embedding does: a row for more
-    # is not there. A tokenizer without a config.json beside it has no such end.
+    # Special tokens that only have a name. Their ids end where the embedding does. Without a
+    # config.json, or with one that has its sizes in an object of text, no end is known.
     size: JsonValue = read_json(directory / CONFIG_FILE, optional=True).get("vocab_size")
     size = size if is_token_id(size) else MAX_INT
     ends = {token.content for token in _special(files, "eos_token")}

@@ -74,7 +74,7 @@ def load_huggingface(
     one in `tokenizer.json`, and past the stop tokens, get logits of -inf, so they are never drawn.
 
     An ``lm_head.weight`` that is stored and differs from the embedding is used, even if
-    ``tie_word_embeddings`` is true; so does transformers. One that is equal is not held twice.
+    ``tie_word_embeddings`` is true; so does transformers. One that is equal is not held twice then.
 
     Args:
       directory: holds `config.json`, the weights (`model.safetensors`, or shards with

@@ -69,6 +69,7 @@ def existing(path: Path) -> Path:
       FileNotFoundError: nothing is there, or a broken link.
       OSError: something other than a file is there, something other than a directory is in place of
         its directory, or the system refuses the path.
+      ValueError: it is a pointer of Git LFS.
     """
     # Anything but a file is refused before it is opened: to open a named pipe would wait forever.
     try:
