@@ -233,9 +233,11 @@ def check_tensors(
             raise ValueError(f"{shown(tensors.origin)} lacks the tensor {name}.")
         expected.add(name)
         has = f"{tensors.where(name)} has {name}"
-        stored, kind = tensors.form(name)
-        if stored != shape:
-            raise ValueError(f"{has} of shape {quoted(stored)}, but its config.json says {shape}.")
+        stored_shape, kind = tensors.form(name)
+        if stored_shape != shape:
+            raise ValueError(
+                f"{has} of shape {quoted(stored_shape)}, but its config.json says {shape}."
+            )
         # An embedding whose rows are looked up, or a norm, is never read in int8.
         is_product = len(shape) == 2 and array not in NOT_PRODUCTS
         if kind == "I8" and is_product and name + _SCALE in tensors.stored:
@@ -247,11 +249,11 @@ def check_tensors(
                 raise ValueError(f"{has}{_ZERO_POINT} that is not zero, but {must}.")
             # A scale of each row: [out, 1], or [out]. It is its dtype that must be one of those
             # that are read, in place of the weight's.
-            stored, kind = tensors.form(name + _SCALE)
-            if stored not in ((shape[0],), (shape[0], 1)):
+            stored_shape, kind = tensors.form(name + _SCALE)
+            if stored_shape not in ((shape[0],), (shape[0], 1)):
                 needs = f"{(shape[0], 1)}, a scale of each row"
                 raise ValueError(
-                    f"{has}{_SCALE} of shape {quoted(stored)}, but it must be {needs}."
+                    f"{has}{_SCALE} of shape {quoted(stored_shape)}, but it must be {needs}."
                 )
         if kind not in _DTYPES:
             listed = ", ".join(_DTYPES)
