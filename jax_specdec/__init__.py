@@ -1,6 +1,7 @@
 """Speculative decoding for JAX: lossless verification of drafted tokens, and what it needs.
 
-`from jax_specdec import lm` has what is built around it: drafters, decoding loops, models.
+`from jax_specdec import lm` has what is built around it: drafters, decoding loops, models. What is
+here needs JAX and NumPy alone; to import it does not import `lm`.
 """
 
 import importlib
@@ -79,10 +80,12 @@ __all__ = [
     "write_cache",
 ]
 
-if not TYPE_CHECKING:  # else every name would be one, to a type checker
+# Hidden from type checkers, for which a module with `__getattr__` has every name.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Load `lm` when it is asked for."""
+        """Imports `lm` when it is asked for, and refuses any other name."""
+        # Once it is imported it is an attribute of this module, and this is not called again.
         if name == "lm":
             return importlib.import_module("jax_specdec.lm")
         which = "module 'jax_specdec', which has models, drafters and loops in jax_specdec.lm"

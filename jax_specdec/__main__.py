@@ -1,4 +1,7 @@
-"""`jax-specdec` and `python -m jax_specdec`: the command line."""
+"""`jax-specdec` and `python -m jax_specdec`: the command line.
+
+Only the door: `lm.cli` has the commands, their options and what they do.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from jax_specdec.lm.cli.command import run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line.
+    """Runs the command line.
 
     Args:
       arguments: without the program's name; None for ``sys.argv``.

@@ -1,6 +1,8 @@
 """What is built around the verifier: drafters, decoding loops, an engine, models, a server.
 
 What reads models, tokenizers and templates needs the extra `lm`: `pip install ".[lm]"` in a clone.
+Those libraries are imported where they are used, so this module can be imported without them. The
+command line and the server are not among its names: they import them from here.
 """
 
 from typing import TYPE_CHECKING
@@ -104,10 +106,13 @@ _OTHER_NAMES = {
 }
 """What callers of others look for, and what there is."""
 
-if not TYPE_CHECKING:  # else every name would be one, to a type checker
+# Hidden from type checkers, for which a module with `__getattr__` has every name.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """Refuses a name that there is not, with one that is meant or near."""
+        # The last of three that fits: a name like one here, the same name elsewhere in the package,
+        # and one that callers of other libraries know.
         hint = did_you_mean(name, __all__)
         for module in (jax_specdec, jax_specdec.grammar):
             if name in module.__all__:

@@ -1,4 +1,11 @@
-"""What `--draft` names: a table of drafters, and how each is loaded."""
+"""What `--draft` names: a table of drafters, and how each is loaded.
+
+A drafter is loaded in two steps. `Kind.read` reads what takes no time, and refuses a directory that
+does not fit; what it returns, a `Load`, reads the weights, once those of the target are there. So
+a mistake in the last of several names is told before the first weights are read. `loading` does
+this for `generate`, `bench` and `serve`; the names, helps and refusals of the command line come
+from the same table.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +71,14 @@ class Draft(NamedTuple):
         drafter = self.drafter
         if num_nodes is None:
             return drafter, config
+        # Names of other drafters are refused before: see `proposes_trees`.
         heads = lm.Eagle3Drafter | lm.BlockDrafter | lm.GemmaAssistantDrafter
         assert isinstance(drafter, lm.SuffixDrafter | heads)
         drafter = dataclasses.replace(drafter, tree_depth=config.num_speculative_tokens)
+        # With a Markov bias each node needs a row of its own: of C candidates, not of all ids.
         if isinstance(drafter, lm.BlockDrafter) and drafter.head.config.markov_rank is not None:
-            most = min(TREE_CANDIDATES, drafter.head.vocab_size)
-            drafter = dataclasses.replace(drafter, num_candidates=most)
+            num_candidates = min(TREE_CANDIDATES, drafter.head.vocab_size)
+            drafter = dataclasses.replace(drafter, num_candidates=num_candidates)
         # Node 0 is the newest token; each of the others is a draft.
         return drafter, dataclasses.replace(config, num_speculative_tokens=num_nodes - 1)
 
@@ -129,26 +138,31 @@ class Kind(NamedTuple):
         return self.name.removesuffix(_DIR)
 
     def has(self, name: str) -> bool:
-        """Returns whether a name is of this kind, if it is of no narrower one."""
+        """Returns whether a name is of this kind, if it is of no narrower one; see `kind_of`."""
         return name.startswith(self.prefix) if self.name.endswith(_DIR) else name == self.name
 
 
 def _read_draft_model(given: Given, directory: str) -> Load:
     """Reads the tokenizer of a checkpoint, which never proposes what is no token of the target."""
+    # The config is read for its mistakes alone, and once more with the weights.
     read_config(Path(directory) / CONFIG_FILE)
-    own = lm.load_tokenizer(directory)
+    tokenizer = lm.load_tokenizer(directory)
+    # The embedded target, which has none, has no such drafter: see `Kind.for_embedded`.
     of_target = given.tokenizer
     assert of_target is not None
 
     def load(target: Loaded) -> Draft:
+        # Matrices in int8 are made one by one as they are read, and not by `Given.draft`.
         read = functools.partial(lm.load_huggingface, directory, given.dtype, weights=given.weights)
         size = target.model.vocab_size
-        if not of_target.has_same_vocabulary(own):
-            return Draft(*lm.retokenize(of_target, size, own, *read()))
+        if not of_target.has_same_vocabulary(tokenizer):
+            return Draft(*lm.retokenize(of_target, size, tokenizer, *read()))
+        # Ids mean the same to both. Those that only the draft model has are never drafted: rows
+        # past the target's axis are cut, and what is padding to the target gets logits of -inf.
         model, params = read(max_vocab_size=size)
         config = model.config
-        most = target.model.config.num_token_ids or size
-        known = min(config.num_token_ids or config.vocab_size, most)
+        target_ids = target.model.config.num_token_ids or size
+        known = min(config.num_token_ids or config.vocab_size, target_ids)
         is_all = known == config.vocab_size
         config = dataclasses.replace(config, num_token_ids=None if is_all else known)
         return Draft(lm.ModelDrafter(dataclasses.replace(model, config=config)), params)
@@ -175,9 +189,13 @@ def _reads_head(
 
 def _check_is_there(directory: str) -> None:
     """Raises a FileNotFoundError if what is to be a directory is the name of an embedded head."""
+    # As in `--draft eagle3:eagle3`. Any other directory that is missing is named by its reader.
     if not Path(directory).exists() and any(directory == x.name for x in DRAFTERS if x.of_others):
         hint = f"the head of the embedded target is --draft {directory}"
         raise FileNotFoundError(f"{directory} does not exist; {hint}.")
+
+
+# The names of the drafters below have no directory: `directory` is "" there.
 
 
 def _read_embedded_model(given: Given, directory: str) -> Load:
@@ -263,8 +281,10 @@ DRAFTERS = (
 
 def kind_of(name: str) -> Kind:
     """Returns the row of a drafter; of the one beside which a lookup is, if there is one."""
+    # The narrowest row: every name is that of a checkpoint too, "DIR", and a whole name or a prefix
+    # is longer.
     name = name.removeprefix(SUFFIX_PREFIX)
-    return max((one for one in DRAFTERS if one.has(name)), key=lambda one: len(one.name))
+    return max((kind for kind in DRAFTERS if kind.has(name)), key=lambda one: len(one.name))
 
 
 def is_pair(name: str) -> bool:
@@ -279,11 +299,12 @@ def proposes_trees(name: str) -> bool:
 
 def names_of(holds: Callable[[Kind], bool]) -> str:
     """Returns the names of some kinds, as a list in words."""
-    return either(one.name for one in DRAFTERS if holds(one))
+    return either(kind.name for kind in DRAFTERS if holds(kind))
 
 
 def described() -> str:
     """Returns where drafts come from, by the names of drafters."""
+    # Rows of the same words stand together in the table.
     groups = itertools.groupby(DRAFTERS, lambda one: one.words)
     return ", ".join(f"{words} ({', '.join(x.name for x in group)})" for words, group in groups)
 
@@ -341,10 +362,10 @@ def _instead_of(draft: str, name: str, holds: Callable[[Kind], bool]) -> str | N
     # A drafter in capitals, or one of the embedded target before a directory.
     kind, colon, directory = name.partition(":")
     meant = kind.lower() + colon + directory
-    for one in DRAFTERS:
-        if colon and one.of_others and kind.lower() in (one.name, *one.aliases):
-            meant = one.of_others.removesuffix(_DIR) + directory
-    found = kind_of(meant)
-    if found.name != _DIR and holds(found):
+    for row in DRAFTERS:
+        if colon and row.of_others and kind.lower() in (row.name, *row.aliases):
+            meant = row.of_others.removesuffix(_DIR) + directory
+    meant_kind = kind_of(meant)
+    if meant_kind.name != _DIR and holds(meant_kind):
         return f"did you mean {draft.removesuffix(name) + meant!r}?"
     return f"there is neither such a directory nor a prefix {kind + colon!r}" if colon else None

@@ -1,4 +1,7 @@
-"""Libraries that come with an extra of the package; this file needs none."""
+"""Libraries that come with an extra of the package; this file needs none.
+
+What needs such a library imports it within ``with extra("lm"):``, in the function that uses it.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ def extra(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        # "jinja2" of "jinja2.sandbox"
         library = str(error.name).partition(".")[0]
         # No index has this package: its name there could become anybody's.
         raise ImportError(

@@ -1,4 +1,9 @@
-"""What `--target` names, a target and its tokenizer, and what is loaded with it."""
+"""What `--target` names, a target and its tokenizer, and what is loaded with it.
+
+In the order of how long it takes: `read_target_text` reads a config and a tokenizer, by which a
+command line checks prompts and lengths; `load_models` then reads what is quick of all drafters, and
+the weights last.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +72,8 @@ def read_target_text(directory: Path | None) -> TargetText:
     config = read_config(directory / CONFIG_FILE)
     tokenizer = lm.load_tokenizer(directory)
     stops = tokenizer.stop_token_ids
-    most = config.max_position_embeddings
-    return TargetText(tokenizer, config.vocab_size, stops, tokenizer.stream, most)
+    length = config.max_position_embeddings
+    return TargetText(tokenizer, config.vocab_size, stops, tokenizer.stream, length)
 
 
 def load_models(
@@ -94,26 +99,31 @@ def load_models(
       ImportError, OSError, ValueError: a file is missing or wrong, the target has no such stop
         token, or the tokenizers of target and drafter have no token in common.
     """
+    # Before any weights, which take long to read. `suffix+NAME` and `NAME` share what is read, and
+    # all pairs share one lookup, which has no weights and is made whether a pair is there or not.
     given = Given(text.tokenizer, dtype, draft_weights, history)
-    reading = {}
-    for name in ("suffix", *drafters):  # before any weights, which take long to read
-        alone = name.removeprefix(SUFFIX_PREFIX)  # which `suffix+NAME` and `NAME` share
+    loads = {}
+    for name in ("suffix", *drafters):
+        alone = name.removeprefix(SUFFIX_PREFIX)
         kind = kind_of(alone)
-        reading[alone] = kind.read(given, alone.removeprefix(kind.prefix))
+        loads[alone] = kind.read(given, alone.removeprefix(kind.prefix))
     target = _load_target(text, dtype, weights)
-    drafts = {name: load(target) for name, load in reading.items()}
+    drafts = {name: load(target) for name, load in loads.items()}
     for name in filter(is_pair, drafters):
         drafts[name] = drafts[name.removeprefix(SUFFIX_PREFIX)].beside(drafts["suffix"])
+    # What was asked for, in that order: half of a pair may not have been.
     return Models(target, text, {name: drafts[name] for name in drafters})
 
 
 def _load_target(text: TargetText, dtype: str | None, weights: Literal["int8"] | None) -> Loaded:
     """Reads the weights of a target; see `load_models`."""
     if text.tokenizer is None:
+        # Its compute dtype is float32, whatever `dtype` says of checkpoints.
         target, _ = lm.load_embedded_pair()
         if not weights:
             return target
         return target._replace(params=lm.models.quantize(target.params))
+    # Such a text would never end there. `load_huggingface` alone passes over the id.
     directory = text.tokenizer.path.parent
     last = max(text.stop_token_ids, default=0)
     if last >= text.vocab_size:

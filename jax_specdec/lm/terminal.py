@@ -1,4 +1,9 @@
-"""What a user sees: text on standard output, progress on standard error; plain where piped."""
+"""What a user sees: text on standard output, progress on standard error; plain where piped.
+
+Results go to standard output alone, so that they can be piped into a file or another program. Text
+of a model may hold anything, also what a terminal takes for a command: it is escaped where a
+terminal shows it, and written as it is anywhere else.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-with contextlib.suppress(ModuleNotFoundError):  # what every installation shows has no style
+# `rich` comes with an extra. What an installation without it shows has no style.
+with contextlib.suppress(ModuleNotFoundError):
     from rich.color import ColorSystem
     from rich.console import Console, RenderableType
     from rich.progress import (
@@ -23,6 +29,7 @@ with contextlib.suppress(ModuleNotFoundError):  # what every installation shows 
     from rich.rule import Rule
     from rich.style import Style
 
+# All control characters but tab (9) and newline (10): C0, DEL and C1.
 _CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
 _BIDIRECTIONAL = (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPES = {code: f"\\x{code:02x}" for code in _CONTROLS}
@@ -76,6 +83,7 @@ def show(what: RenderableType) -> None:
     console = _console(sys.stdout)
     with console.capture() as captured:
         console.print(what)
+    # `rich` fills each line of a table with spaces.
     lines = [line.rstrip(" ") for line in captured.get().splitlines()]
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
@@ -112,15 +120,19 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], No
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
-    ) as shown:
-        task = shown.add_task(what, total=total)
+    ) as display:
+        task = display.add_task(what, total=total)
+        # When the n-th step begins, from 0, n steps are complete.
         begun = itertools.count()
         # Shown at once: a step may be over before the next of ten pictures a second.
-        yield lambda name: shown.update(task, description=name, completed=next(begun), refresh=True)
+        yield lambda name: display.update(
+            task, description=name, completed=next(begun), refresh=True
+        )
 
 
 def leave_line() -> None:
     """Lets what follows begin a line of the terminal, with a cursor, whatever moves there."""
+    # False where standard error is no terminal: then nothing is to be ended.
     if _console(sys.stderr).show_cursor():
         sys.stderr.write("\n")
 

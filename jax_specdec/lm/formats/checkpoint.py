@@ -1,4 +1,9 @@
-"""Reading and writing checkpoints: directories in the layout of Hugging Face."""
+"""Reading and writing checkpoints: directories in the layout of Hugging Face.
+
+`load_huggingface` puts together what `config_json`, `tensors` and `token_ids` read. `LoadedModel`
+is the result of all readers of weights, those of heads too, and `stored_tensors` and `write_files`
+write the files of both.
+"""
 
 import dataclasses
 import json
@@ -69,7 +74,7 @@ def load_huggingface(
     one in `tokenizer.json`, and past the stop tokens, get logits of -inf, so they are never drawn.
 
     An ``lm_head.weight`` that is stored and differs from the embedding is used, even if
-    ``tie_word_embeddings`` is true; so does transformers. One that is equal is not held twice.
+    ``tie_word_embeddings`` is true; so does transformers. One that is equal is not held twice then.
 
     Args:
       directory: holds `config.json`, the weights (`model.safetensors`, or shards with
@@ -112,23 +117,30 @@ def load_huggingface(
     if max_vocab_size is not None:
         max_vocab_size = check_int("max_vocab_size", max_vocab_size)
     directory = path_of(directory)
+    # `config` has the sizes of the files, by which tensors are checked. Of its vocabulary axis the
+    # first `size` ids are read, and `known` of these are tokens.
     config = read_config(directory / CONFIG_FILE)
     size = config.vocab_size
     if is_there(directory / TOKENIZER_FILE):
-        # A stop token must be drawn, even if only other files know it.
+        # A stop token must be drawn, even if only other files know it. One outside the vocabulary
+        # axis never can be; the command line refuses a target with one.
         ends = [token_id + 1 for token_id in stop_token_ids(directory) if token_id < size]
+        # The tokenizer of a whole family may have more ids than a small model of it has rows.
         known = min(max([count_token_ids(directory / TOKENIZER_FILE), *ends]), size)
         config = dataclasses.replace(config, num_token_ids=known)
+    # Without a tokenizer, num_token_ids is what config.json says, which `save_checkpoint` writes.
     size = min(size, max_vocab_size or size)
     known = min(config.num_token_ids or size, size)
     with open_tensors(directory, config) as tensors:
         stored = tensors.dtype(EMBEDDING)
         dtype = checked_dtype(stored if dtype is None else dtype)
+        # Compared in the compute dtype, in which a wider or a rounded copy may be the same. This
+        # must precede `decoder_tensors`, which names an output matrix only if it is not tied.
         if config.tie_word_embeddings and stores_own_head(tensors, dtype):
             config = dataclasses.replace(config, tie_word_embeddings=False)
         num_token_ids = known if known < size else None
-        kept = dataclasses.replace(config, vocab_size=size, num_token_ids=num_token_ids)
-        own, *layers = read_arrays(
+        loaded_config = dataclasses.replace(config, vocab_size=size, num_token_ids=num_token_ids)
+        arrays, *layers = read_arrays(
             tensors,
             decoder_tensors(config),
             dtype,
@@ -136,10 +148,12 @@ def load_huggingface(
             allow_nonfinite=allow_nonfinite,
             int8=weights == "int8",
         )
-    params: Params = {**own, "layers": layers}
+    params: Params = {**arrays, "layers": layers}
     if weights == "int8":
-        params = quantize(params)  # an embedding that is the output matrix, too
-    return LoadedModel(Llama(kept, dtype), params)
+        # All matrices are in int8 by now. What this adds, where the embedding is the output matrix,
+        # is a copy of it in int8 as `lm_head`.
+        params = quantize(params)
+    return LoadedModel(Llama(loaded_config, dtype), params)
 
 
 def save_checkpoint(
@@ -150,7 +164,7 @@ def save_checkpoint(
     *,
     allow_nonfinite: bool = False,
 ) -> None:
-    """Writes a checkpoint that `load_huggingface` and other readers of Llama checkpoints read.
+    """Writes a checkpoint that `load_huggingface` and other readers of its family read.
 
     Args:
       directory: created if it does not exist; existing files are replaced.
@@ -165,6 +179,7 @@ def save_checkpoint(
 
     Example: see `load_huggingface`.
     """
+    # All that may be refused is, before the first file is written.
     directory = path_of(directory)
     check_type("model", model, Llama)
     stored = checked_dtype(dtype, LOGITS)
@@ -179,9 +194,9 @@ def save_checkpoint(
 def refuse_int8(params: Params) -> None:
     """Checks that no weight is in int8: files are written before that."""
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_int8):
-        one = "params" + jax.tree_util.keystr(path)
+        name = "params" + jax.tree_util.keystr(path)
         hint = "write the weights that quantize was called with"
-        require(not is_int8(leaf), one, "be an array", leaf, hint, TypeError)
+        require(not is_int8(leaf), name, "be an array", leaf, hint, TypeError)
 
 
 def stored_tensors(
@@ -191,6 +206,8 @@ def stored_tensors(
     if not allow_nonfinite:
         for name, tensor in tensors.items():
             check_finite("params", name, tensor, dtype)
+    # Most tensors are transposed views of params, and `astype` keeps their order of axes in memory:
+    # each is copied into the order of the file. What overflows now was allowed to.
     with np.errstate(over="ignore"):
         return {name: np.ascontiguousarray(x.astype(dtype)) for name, x in tensors.items()}
 
@@ -198,7 +215,7 @@ def stored_tensors(
 def write_files(
     directory: Path, config: dict[str, JsonValue], tensors: dict[str, np.ndarray]
 ) -> None:
-    """Writes `config.json` and the weights."""
+    """Writes `config.json` and the weights, in one file. Without safetensors, writes nothing."""
     with extra("lm"):
         import safetensors.numpy
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,12 @@
 """`config.json` of Hugging Face checkpoints: what is refused in all of them, and how it is written.
 
-What a file means is up to its family, see `families`. A pydantic model in place of these readers
-was 30 lines longer, because it repeats the fields that `LayerSpec` declares and checks for callers,
-too, and pydantic takes 0.15 s to import.
+A key that is not read does no harm if it leaves the computation as it is: files have many of those.
+One that would change it must be read by the family or have a value that changes nothing; else the
+checkpoint would run, and its text would be wrong without an error. What a file means is up to its
+family, see `families`; readers of heads use `parse_config` for their layers.
+
+A pydantic model in place of these readers was 30 lines longer, because it repeats the fields that
+`LayerSpec` declares and checks for callers, too, and pydantic takes 0.15 s to import.
 """
 
 import contextlib
@@ -16,6 +20,9 @@ from jax_specdec.lm.models.config import DecoderConfig
 
 CONFIG_FILE = "config.json"
 
+# Architectures that are Llama's but for a switch or a factor call themselves "llama", too. The soft
+# caps are Gemma 2's, multipliers and `logits_scaling` Granite's, `scale_emb` and `scale_depth`
+# MiniCPM's. Without values a key must be absent or null.
 _SERVED = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -61,8 +68,10 @@ def read_config(path: Path) -> DecoderConfig:
 
 def parse_config(raw: JsonObject) -> DecoderConfig:
     """Returns the sizes in the JSON object of a `config.json`; raises as `read_config` does."""
+    # A file that does not name its family is read as a Llama's.
     raw.require_one_of("model_type", *FAMILIES)
     family = FAMILIES[raw.given("model_type", "llama")]
+    # How weights are stored stands beside the object of text, what is computed in it.
     _check_quantization(raw)
     if family.inside is not None:
         raw = raw.nested(family.inside)
@@ -81,7 +90,8 @@ def _check_quantization(raw: JsonObject) -> None:
     """Raises ValueError unless weights are stored as they are, or in int8 with a scale for a row.
 
     compressed-tensors then has ``weight_scale`` beside a ``weight``. What it says of activations is
-    not followed: they stay in the compute dtype, which is more exact.
+    not followed: they stay in the compute dtype, which is more exact. Nor is the list of layers
+    that a group is for, or that are left out: the dtype of each tensor says that.
     """
     for name in _QUANTIZATION:
         if raw.get(name) is not None:
@@ -90,6 +100,7 @@ def _check_quantization(raw: JsonObject) -> None:
 
 def _check_compressed(said: JsonObject) -> None:
     """Raises ValueError unless compressed-tensors says that weights are in int8."""
+    # These two must be there: another writer's file has neither, or other values.
     served = {"quant_method": ("compressed-tensors",), "format": _INT8_FORMATS}
     for key, values in served.items():
         said.require(said.get(key) in values, key, only(*values))
@@ -98,6 +109,7 @@ def _check_compressed(said: JsonObject) -> None:
     said.require(groups, "config_groups", "which names no group")
     for name in groups:
         group = groups.nested(name)
+        # Files of mixed formats say it of each group.
         group.require_one_of("format", *_INT8_FORMATS)
         weights = group.nested("weights")
         for key, value in _INT8.items():
@@ -114,8 +126,10 @@ def _check_transform(name: str, transform: JsonObject) -> None:
     applied = transform.given("apply", [])
     are_objects = isinstance(applied, list) and all(isinstance(x, dict) for x in applied)
     transform.require(are_objects, "apply", "which is not a list of objects")
-    for one in applied:
-        where = one.get("location")
+    # A rotation of weights is in the stored tensors already. One of activations would have to be
+    # computed in every pass.
+    for application in applied:
+        where = application.get("location")
         if where not in ("weight_input", "weight_output"):
             raise ValueError(f"{transform.where} applies {name}_{where}, {only()}.")
 
@@ -126,6 +140,10 @@ def config_json(config: DecoderConfig, dtype: str) -> dict[str, JsonValue]:
     Raises:
       ValueError: no family has such layers.
     """
+    # The same keys for all families: each passes over those that it does not read, or refuses them.
+    # The first family that reads the config back is the one. What no key says, such as layers of
+    # different sizes, comes back otherwise, and no family is left. One that has its keys in an
+    # object of text finds none, so Gemma 3 is written as gemma3_text.
     first = config.layers[0]
     for name, family in FAMILIES.items():
         said: dict[str, JsonValue] = {
@@ -155,12 +173,14 @@ def config_json(config: DecoderConfig, dtype: str) -> dict[str, JsonValue]:
 
 def _written_layers(config: DecoderConfig) -> dict[str, JsonValue]:
     """Returns the keys that say what differs between layers, as Llama's and as Gemma's files do."""
+    # One layer of each kind stands for all of it: `config_json` reads back what this says.
     by_kind = {FULL if spec.window is None else SLIDING: spec for spec in config.layers}
     full = by_kind.get(FULL, config.layers[0])
     said: dict[str, JsonValue] = {"rope_theta": full.rotation.rope_theta}
     if (scaling := full.rotation.scaling) is not None:
         kind = next(name for name, made in SCALINGS.items() if isinstance(scaling, made))
         said["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(scaling)}
+    # The keys below are Gemma's; a Llama or a Qwen has none of them.
     if full.norms == "before":
         return said
     sliding = by_kind.get(SLIDING, full)
@@ -171,7 +191,8 @@ def _written_layers(config: DecoderConfig) -> dict[str, JsonValue]:
         "layer_types": kinds,
         "sliding_window": sliding.window,
         "rope_local_base_freq": sliding.rotation.rope_theta,
-        # of a scale that was its power of -1/2
+        # The scale was computed as this to the power of -1/2: 9 digits give back a whole number
+        # that rounding has moved by a few units of the last place.
         "query_pre_attn_scalar": float(f"{(full.scale or 1) ** -2:.9g}"),
         "attn_logit_softcapping": full.softcap,
         "final_logit_softcapping": config.logit_softcap,

@@ -1,4 +1,8 @@
-"""The models that ship with the package: a target, a draft model, and heads for the target."""
+"""The models that ship with the package: a target, a draft model, and heads for the target.
+
+They are checkpoints like any other, in `weights/` of the package, and go through the same readers.
+Examples in docstrings, tests and the command line without `--target` run on them.
+"""
 
 import importlib.resources
 from typing import Literal, overload
@@ -37,6 +41,7 @@ def load_embedded_pair(
       >>> model.vocab_size, draft.model.vocab_size
       (256, 256)
     """
+    # A package in an archive is unpacked for as long as the files are read.
     with importlib.resources.as_file(_WEIGHTS) as directory:
         target = load_huggingface(directory / "target", dtype)
         return target, load_huggingface(directory / "draft", dtype)

@@ -2,7 +2,11 @@
 
 A family is a function from the object of a `config.json` to a `DecoderConfig`, and one row of
 `FAMILIES`. A layer that computes something new also needs a field of `LayerSpec`. Keys that are
-absent have the defaults of `transformers`.
+absent have the defaults of `transformers`, which differ from family to family.
+
+`config_json` calls these functions, after it has refused keys that they do not read. Here a value
+is only checked where an error of `LayerSpec` or `DecoderConfig` would not name the key, or where
+the value is computed with before one of those sees it.
 """
 
 import dataclasses
@@ -48,7 +52,8 @@ follow that of the layer."""
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
-    "language_model.": "",  # the output matrix
+    # The output matrix. It comes after the first prefix, which begins alike.
+    "language_model.": "",
 }
 """What names of tensors begin with in files of text and images, and in those of text alone."""
 
@@ -85,6 +90,10 @@ SLIDING = "sliding_attention"
 FULL = "full_attention"
 
 
+# Of the two ways to give a key a default, `or_else` leaves null as it is, and `given` does not. A
+# soft cap that is null is none at all, so only one that is absent has the default.
+
+
 def _llama(raw: JsonObject, **switches: bool) -> DecoderConfig:
     """Returns a config of equal layers with full attention."""
     return _decoder(raw, [_layer(raw, rotation=_rotation(raw), **switches)] * _num_layers(raw))
@@ -92,6 +101,7 @@ def _llama(raw: JsonObject, **switches: bool) -> DecoderConfig:
 
 def _qwen3(raw: JsonObject) -> DecoderConfig:
     """Returns a config of layers with norms of queries and keys."""
+    # A Llama's head dim would be hidden_size / num_attention_heads by default.
     return _llama(raw.but(head_dim=raw.given("head_dim", 128)), qk_norm=True)
 
 
@@ -109,6 +119,9 @@ def _gemma3(raw: JsonObject) -> DecoderConfig:
     sizes = dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256)
     others = dict(sliding_window=4096, rope_theta=1e6, max_position_embeddings=131072)
     raw = raw.or_else(**sizes, **others)
+    # Files of transformers 5 have a rotation for each kind of layers in rope_parameters. In others
+    # rope_theta and rope_scaling are of full layers alone, and sliding ones have a base of their
+    # own, without scaling.
     local = JsonObject({"rope_theta": raw.given("rope_local_base_freq", 1e4)}, raw.where)
     by_kind = any(isinstance(x, dict) for x in raw.nested("rope_parameters").values())
     sliding = _rotation(raw, SLIDING) if by_kind else _rotation(local)
@@ -130,6 +143,7 @@ def _gemma(
     window = raw["sliding_window"]
     is_window = (type(window) is int and window > 0) or SLIDING not in kinds
     raw.require(is_window, "sliding_window", "but sliding layers need a positive integer")
+    # One LayerSpec a kind, which all layers of the kind share.
     layers = {
         kind: _layer(
             raw,
@@ -144,8 +158,8 @@ def _gemma(
         for kind in set(kinds)
     }
     softcap = raw.get("final_logit_softcapping")
-    own = _decoder(raw, [layers[kind] for kind in kinds])
-    return dataclasses.replace(own, scales_embedding=True, logit_softcap=softcap)
+    config = _decoder(raw, [layers[kind] for kind in kinds])
+    return dataclasses.replace(config, scales_embedding=True, logit_softcap=softcap)
 
 
 def _kinds(raw: JsonObject, period: JsonValue) -> list[str]:
@@ -153,6 +167,7 @@ def _kinds(raw: JsonObject, period: JsonValue) -> list[str]:
     count = _num_layers(raw)
     is_period = type(period) is int and period > 0
     require(is_period, "sliding_window_pattern", "be a positive integer", period)
+    # Older files have no list, and a period or nothing.
     usual = [SLIDING if (index + 1) % period else FULL for index in range(count)]
     kinds: JsonValue = raw.given("layer_types", usual)
     are_kinds = isinstance(kinds, list) and all(x in (SLIDING, FULL) for x in kinds)
@@ -165,11 +180,12 @@ def _gemma4(raw: JsonObject) -> DecoderConfig:
     """Returns a config of layers of two head dims; the last may read the keys of earlier ones."""
     layers = gemma4_layers(raw)
     if layers[0].per_layer_input is not None:
+        # Both embeddings are looked up by the same ids, and have as many rows here.
         size = raw.given("vocab_size_per_layer_input", 262144)
         raw.require(size == raw.get("vocab_size"), "vocab_size_per_layer_input", "not vocab_size")
-    own = _decoder(raw.or_else(tie_word_embeddings=True, max_position_embeddings=131072), layers)
+    config = _decoder(raw.or_else(tie_word_embeddings=True, max_position_embeddings=131072), layers)
     softcap = raw.get("final_logit_softcapping")
-    return dataclasses.replace(own, scales_embedding=True, logit_softcap=softcap)
+    return dataclasses.replace(config, scales_embedding=True, logit_softcap=softcap)
 
 
 def gemma4_layers(raw: JsonObject, keys_of: dict[str, int] | None = None) -> list[LayerSpec]:
@@ -191,15 +207,18 @@ def gemma4_layers(raw: JsonObject, keys_of: dict[str, int] | None = None) -> lis
     raw = raw.or_else(sliding_window=512, hidden_size_per_layer_input=256)
     kinds = _kinds(raw, 6)
     kinds[-1] = FULL  # whatever the file says
+    # The last layers of a decoder have no keys of their own; of an assistant, none has.
     num_shared = raw.given("num_kv_shared_layers", 0)
-    most = len(kinds) if keys_of is not None else len(kinds) - 1
-    is_count = type(num_shared) is int and 0 <= num_shared <= most
-    raw.require(is_count, "num_kv_shared_layers", f"but it must be in [0, {most}]")
+    max_shared = len(kinds) if keys_of is not None else len(kinds) - 1
+    is_count = type(num_shared) is int and 0 <= num_shared <= max_shared
+    raw.require(is_count, "num_kv_shared_layers", f"but it must be in [0, {max_shared}]")
     num_own = len(kinds) - num_shared
     if keys_of is None:
+        # A layer without keys reads those of the last layer of its kind that has some: later
+        # indices replace earlier ones here.
         keys_of = {kind: index for index, kind in enumerate(kinds[:num_own])}
-        lacks = set(kinds) - keys_of.keys()
-        raw.require(not lacks, "num_kv_shared_layers", "which leaves a kind of layers no keys")
+        missing = set(kinds) - keys_of.keys()
+        raw.require(not missing, "num_kv_shared_layers", "which leaves a kind of layers no keys")
     rotations = {kind: _gemma4_rotation(raw, kind) for kind in (SLIDING, FULL)}
     layers = []
     for index, kind in enumerate(kinds):
@@ -219,6 +238,7 @@ def gemma4_layers(raw: JsonObject, keys_of: dict[str, int] | None = None) -> lis
             per_layer_input=raw["hidden_size_per_layer_input"] or None,
             has_scalar=True,
         )
+        # Only layers that save the matrices of keys and values have the wider ones.
         if raw.get("use_double_wide_mlp") and not is_own:
             size = 2 * layer.intermediate_size
             layer = dataclasses.replace(layer, intermediate_size=size)
@@ -228,12 +248,14 @@ def gemma4_layers(raw: JsonObject, keys_of: dict[str, int] | None = None) -> lis
 
 def _gemma4_rotation(raw: JsonObject, kind: str) -> Rotation:
     """Returns how queries and keys turn in layers of a kind: the first pairs of full ones."""
-    turns = {"rope_type": "default", "rope_theta": 1e4}
-    part = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
-    raw = raw.but(rope_parameters=raw.given("rope_parameters", {SLIDING: turns, FULL: part}))
+    sliding = {"rope_type": "default", "rope_theta": 1e4}
+    full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    raw = raw.but(rope_parameters=raw.given("rope_parameters", {SLIDING: sliding, FULL: full}))
     rope = raw.nested("rope_parameters").nested(kind)
     if rope.get("rope_type") != "proportional":
         return _rotation(raw, kind)
+    # Frequencies are those of the whole head dim, and only a part of the pairs has one. It is a
+    # `partial_rotary_factor` of another meaning than the one that `_rotation_of` refuses.
     rope.require_one_of("factor", 1.0)
     fraction = rope.given("partial_rotary_factor", 1.0)
     with errors_name(rope.where):
@@ -241,13 +263,17 @@ def _gemma4_rotation(raw: JsonObject, kind: str) -> Rotation:
 
 
 def _gemma4_heads(raw: JsonObject, index: int, kind: str) -> dict[str, JsonValue]:
-    """Returns the keys of sizes of heads that a layer has of its own."""
+    """Returns the keys of sizes of heads that a layer has of its own, in place of those of all."""
     by_layer = raw.nested("per_layer_config")  # of transformers 5.24 and later
     if by_layer:
-        own = by_layer.nested(str(index))
+        # A layer that is not listed is as the others. What else could be said of one layer would
+        # change what it computes.
+        layer = by_layer.nested(str(index))
         known = ("head_dim", "num_key_value_heads")
-        by_layer.require(own.keys() <= {*known}, str(index), only(*known))
-        return own
+        by_layer.require(layer.keys() <= {*known}, str(index), only(*known))
+        return layer
+    # Older files say it by kind: full layers have a head dim of their own, and, where their values
+    # are their keys, their own number of heads.
     if kind == SLIDING:
         return {}
     sizes = {"head_dim": raw.given("global_head_dim", 512)}
@@ -257,12 +283,13 @@ def _gemma4_heads(raw: JsonObject, index: int, kind: str) -> dict[str, JsonValue
 
 def _decoder(raw: JsonObject, layers: list[LayerSpec]) -> DecoderConfig:
     """Returns a config of these layers."""
-    given = ("tie_word_embeddings", "max_position_embeddings", "num_token_ids")
+    # `num_token_ids` is a key that `config_json` writes; `transformers` has none for it.
+    optional = ("tie_word_embeddings", "max_position_embeddings", "num_token_ids")
     return DecoderConfig(
         vocab_size=raw.needed("vocab_size"),
         hidden_size=raw.needed("hidden_size"),
         layers=tuple(layers),
-        **{key: raw[key] for key in given if key in raw},
+        **{key: raw[key] for key in optional if key in raw},
     )
 
 
@@ -297,33 +324,40 @@ def _num_layers(raw: JsonObject) -> int:
 def _rotation(raw: JsonObject, kind: str = FULL) -> Rotation:
     """Returns how queries and keys turn in layers of a kind."""
     # transformers 5 has rope_parameters, 4 rope_scaling; 5 reads the latter where both are there.
+    # An empty object says nothing, and where neither says anything the default is made of one.
     names = [name for name in ("rope_parameters", "rope_scaling") if raw.nested(name)]
-    found = [_rotation_of(raw, name, kind) for name in names or ["rope_scaling"]]
-    same = found[0] == found[-1]
+    rotations = [_rotation_of(raw, name, kind) for name in names or ["rope_scaling"]]
+    same = rotations[0] == rotations[-1]
     raw.require(same, "rope_scaling", "but rope_parameters beside it says something else")
-    return found[0]
+    return rotations[0]
 
 
 def _rotation_of(raw: JsonObject, name: str, kind: str) -> Rotation:
     """Returns a rotation, as the object of one key says."""
+    # Either an object for each kind of layers, also in files of families with full layers alone, or
+    # the keys of the one rotation.
     rope = raw.nested(name)
     is_flat = {"rope_type", "type", "rope_theta"} & rope.keys()
     if not is_flat and any(isinstance(value, dict) for value in rope.values()):  # by kind of layer
         raw.require(rope.get(kind) is not None, name, f"but lacks {kind} in it")
         rope = rope.nested(kind)
+    # The base stands beside a rope_scaling, and in a rope_parameters.
     theta: JsonValue = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    # Older files have "type"; the newer key counts where both are there.
     key = "type" if "rope_type" not in rope else "rope_type"
-    said = rope.get(key, "default")
-    rope.require(said in ("default", *SCALINGS), key, only("default", *SCALINGS))
+    rope_type = rope.get(key, "default")
+    rope.require(rope_type in ("default", *SCALINGS), key, only("default", *SCALINGS))
     scaling = None
-    if said == "default":
+    if rope_type == "default":
+        # A factor without a type would otherwise be passed over in silence.
         for key, served in _PLAIN_ROPE.items():
             rope.require_one_of(key, *served)
     else:
         rope.require_one_of("partial_rotary_factor", *_PLAIN_ROPE["partial_rotary_factor"])
-        fields = [field.name for field in dataclasses.fields(SCALINGS[said])]
+        # The fields of the classes have the names of the keys.
+        fields = [field.name for field in dataclasses.fields(SCALINGS[rope_type])]
         with errors_name(rope.where):
-            scaling = SCALINGS[said](**{name: rope.needed(name) for name in fields})
+            scaling = SCALINGS[rope_type](**{name: rope.needed(name) for name in fields})
     return Rotation(rope_theta=theta, scaling=scaling)
 
 
@@ -343,6 +377,7 @@ class Family(NamedTuple):
     inside: str | None = None
 
 
+# Gemma's functions check `hidden_activation`, by which these families compute, not `hidden_act`.
 _GEMMA = ("layer_types", "hidden_act")
 _GEMMA2 = (*_GEMMA, "attn_logit_softcapping", "final_logit_softcapping")
 FAMILIES = {

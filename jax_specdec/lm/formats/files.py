@@ -1,4 +1,10 @@
-"""Reading files of any origin: a file that is missing or of another kind is named in the error."""
+"""Reading files of any origin: a file that is missing or of another kind is named in the error.
+
+Files of a checkpoint come from strangers: they may be cut, damaged, or something else under the
+name. Whatever is wrong with one ends in an OSError or a ValueError of one sentence that begins with
+its path, never in an error of a library, and no JSON makes the process take memory without bound.
+`JsonObject` carries the path on, down to the value that is wrong.
+"""
 
 import collections
 import contextlib
@@ -19,6 +25,7 @@ JsonValue = Any
 MAX_BYTES = 2**26
 """More than the largest tokenizers (some 35 MB); in memory JSON takes 20 times its size."""
 
+# What a clone without Git LFS has in place of a large file: three lines of text.
 _POINTER = b"version https://git-lfs"
 _SAVES = "save_pretrained of transformers writes it"
 _BESIDE = {
@@ -63,7 +70,9 @@ def existing(path: Path) -> Path:
       FileNotFoundError: nothing is there, or a broken link.
       OSError: something other than a file is there, something other than a directory is in place of
         its directory, or the system refuses the path.
+      ValueError: it is a pointer of Git LFS.
     """
+    # Anything but a file is refused before it is opened: to open a named pipe would wait forever.
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -75,7 +84,8 @@ def existing(path: Path) -> Path:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
         raise OSError(f"{shown(path)} is {kind}, but must be a file.")
-    with contextlib.suppress(OSError), path.open("rb") as file:  # who reads it reports an error
+    # What keeps the file from being read is not reported here, but by who opens it next.
+    with contextlib.suppress(OSError), path.open("rb") as file:
         begin = file.read(len(_POINTER))
         if begin == _POINTER:
             raise ValueError(
@@ -87,18 +97,20 @@ def existing(path: Path) -> Path:
 
 def instead_of(path: Path) -> str:
     """Returns how a message about a missing file goes on, if what is beside it explains that."""
-    found = (
+    hints = (
         text for name, text in _BESIDE.get(path.name, {}).items() if is_there(path.parent / name)
     )
-    return "".join(f": {text}" for text in found)
+    return "".join(f": {text}" for text in hints)
 
 
 def _missing(path: Path) -> OSError:
     """Returns the error of a path at which nothing is, with what is there instead or would help."""
+    # The hub's cache is made of links, which break where blobs were deleted.
     if path.is_symlink():
         target = shown(os.readlink(path))
         return FileNotFoundError(f"{shown(path)} is a link to {target}, which does not exist.")
     directory = shown(path.parent)
+    # A model that is one file, as GGUF is, was named in place of a directory.
     if os.path.isfile(path.parent):
         return OSError(
             f"{directory} is a file, but a checkpoint must be a directory of config.json, "
@@ -128,6 +140,7 @@ def read_text(path: Path) -> str:
       OSError: it is not a file, or cannot be opened.
       ValueError: it is not text in UTF-8, or has more than 64 MiB.
     """
+    # By its size on disk, before any of it is in memory.
     if (size := existing(path).stat().st_size) > MAX_BYTES:
         raise ValueError(f"{shown(path)} must have at most {MAX_BYTES} bytes, but has {size}.")
     try:
@@ -140,7 +153,11 @@ def read_text(path: Path) -> str:
 
 
 class JsonObject(dict[str, JsonValue]):
-    """The object in a JSON file, or an object in it; `where` is what messages call it."""
+    """The object in a JSON file, or an object in it; `where` is what messages call it.
+
+    Writers leave out a key or write null for the same. Where null has a meaning of its own, use
+    `or_else` or `get`; all other methods take it for absent.
+    """
 
     def __init__(self, members: dict[str, JsonValue], where: str) -> None:
         super().__init__(members)
@@ -177,7 +194,10 @@ class JsonObject(dict[str, JsonValue]):
             raise ValueError(f"{self.where} has {key} = {quoted(self.get(key))}, {reason}.")
 
     def require_one_of(self, key: str, *served: JsonValue) -> None:
-        """Raises ValueError unless a key has a value that is served, or is absent or null."""
+        """Raises ValueError unless a key has a value that is served, or is absent or null.
+
+        Values are compared as Python does: 1 is 1.0, and also True.
+        """
         self.require(self.get(key) in (None, *served), key, only(*served))
 
 
@@ -192,7 +212,10 @@ def only(*supported: object) -> str:
 
 @contextlib.contextmanager
 def errors_name(where: str) -> Iterator[None]:
-    """Raises TypeError and ValueError of what is made of a file as ValueError with its name."""
+    """Raises TypeError and ValueError of what is made of a file as ValueError with its name.
+
+    Classes such as `LayerSpec` check what any caller gives them, and do not know of files.
+    """
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -211,6 +234,7 @@ def read_json(path: Path, *, optional: bool = False) -> JsonObject:
     if optional and not is_there(path):
         return JsonObject({}, shown(path))
     text = read_text(path)
+    # Objects nested too deep end in a RecursionError.
     try:
         raw = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,9 @@
-"""Reading Gemma 4 assistants: a directory of `config.json` and `model.safetensors`."""
+"""Reading Gemma 4 assistants: a directory of `config.json` and `model.safetensors`.
+
+An assistant is a small Gemma 4 whose layers all read the keys of its target, between a projection
+from the target's width and one back to it. So its layers come from `families.gemma4_layers`, and
+what is checked here is that target and assistant belong together. `heads.load_head` calls this.
+"""
 
 from pathlib import Path
 
@@ -39,6 +44,7 @@ _NAMES = {
 }
 """The tensor of each array that is not of a layer."""
 
+# The ids of an ordered head, group after group.
 _ORDER = "masked_embedding.token_ordering"
 
 
@@ -54,10 +60,12 @@ def read_assistant(
     head = GemmaAssistantHead(_read_config(raw, target.model.config), target.model.dtype)
     c = head.config
     with open_files(directory) as tensors:
-        # As the file has it, the output matrix of an ordered head is whole.
+        # As the file has it, the output matrix of an ordered head is whole: [H, V] here, and not
+        # yet [M, V / M, H].
         shapes = head.weight_shapes | {"lm_head": (c.hidden_size, c.vocab_size)}
-        own, *layers = parts(shapes)
-        names = [Names({array: [name] for array, name in _NAMES.items() if array in own})]
+        outer, *layers = parts(shapes)
+        # The target's own arrays are in `weight_shapes` and have no name: no file has them.
+        names = [Names({array: [name] for array, name in _NAMES.items() if array in outer})]
         for index, (spec, arrays) in enumerate(zip(c.layers, layers, strict=True)):
             names.append(layer_tensors(spec, arrays, f"model.layers.{index}"))
         check_tensors(tensors, tensor_shapes(names, parts(shapes)), (_ORDER,))
@@ -66,6 +74,7 @@ def read_assistant(
             ids = _read_groups(tensors, c.vocab_size)
             params["target_ids"] = jnp.asarray(ids)
             matrix = params["lm_head"]
+            # Blocks of rows are gathered from it, for which int8 has no product.
             if isinstance(matrix, Int8Weight):
                 matrix = matrix.dequantized().astype(head.dtype)
             # [H, V] -> [V, H] -> [M, V / M, H]: candidates of a group are one block of memory
@@ -75,12 +84,14 @@ def read_assistant(
 
 def _read_config(raw: JsonObject, target: DecoderConfig) -> GemmaAssistantConfig:
     """Returns the config of an assistant; raises as `load_head` does."""
+    # Sizes of the target, said twice: at the top its width, in the object of text its vocabulary.
     size = target.hidden_size
     rule = f"but the target's hidden_size is {size}"
     raw.require(raw.needed("backbone_hidden_size") == size, "backbone_hidden_size", rule)
     text = raw.nested("text_config")
     rule = f"but the target's is {target.vocab_size}"
     text.require(text.needed("vocab_size") == target.vocab_size, "vocab_size", rule)
+    # What a decoder may have, and an assistant has not.
     text.require_one_of("hidden_size_per_layer_input", 0)
     text.require_one_of("use_double_wide_mlp", False)
     text.require_one_of("attention_bias", False)
@@ -92,15 +103,17 @@ def _read_config(raw: JsonObject, target: DecoderConfig) -> GemmaAssistantConfig
     }
     must = "be a Gemma 4, which has layers with a window and without"
     require(len(keys_of) == 2, "target", must, type(target).__name__)
+    # All layers share, whatever the file says of that, and 0 stands for no inputs per layer, of
+    # which a file that leaves the key out would have 256.
     all_shared = dict(num_kv_shared_layers=text.get("num_hidden_layers"))
     layers = gemma4_layers(text.but(hidden_size_per_layer_input=0, **all_shared), keys_of)
     for index, spec in enumerate(layers):
         assert spec.keys_of is not None
-        read = target.layers[spec.keys_of]
+        source = target.layers[spec.keys_of]
         heads = f"{spec.num_key_value_heads} heads of {spec.head_dim}"
-        of_target = f"{read.num_key_value_heads} of {read.head_dim}"
+        of_target = f"{source.num_key_value_heads} of {source.head_dim}"
         rule = f"whose layer {index} reads {heads}, but the target's layer has {of_target}"
-        raw.require(same_heads(spec, read), "text_config", rule)
+        raw.require(same_heads(spec, source), "text_config", rule)
     is_ordered = raw.given("use_ordered_embeddings", False)
     ordered = {}
     if is_ordered:
@@ -121,6 +134,8 @@ def _read_config(raw: JsonObject, target: DecoderConfig) -> GemmaAssistantConfig
 
 def _read_groups(tensors: Tensors, vocab_size: int) -> np.ndarray:
     """Returns the ids of all groups, one group after another, ``[V]`` int32."""
+    # A group is V / M ids in a row. Each id must be in one of them: one that is not could never be
+    # drafted, and one that is there twice would get twice its probability.
     if _ORDER not in tensors.stored:
         raise ValueError(f"{shown(tensors.origin)} lacks the tensor {_ORDER}.")
     order = tensors.read(_ORDER)

@@ -1,4 +1,10 @@
-"""Reading and writing the files of draft heads of all kinds: what their public functions share."""
+"""Reading and writing the files of EAGLE-3 and block heads: what their public functions share.
+
+`heads` has the public functions; `head_layouts` says what a `config.json` means. Here tensors are
+named, checked and read, and the arrays that a head has in common with its target are told from its
+own. Files differ in that: some hold copies of the target's embedding and output matrix, some hold
+neither, and some hold rows of a part of the vocabulary alone.
+"""
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -56,30 +62,43 @@ def read_head(
 ) -> LoadedModel[_Head]:
     """Returns a head for a target, whose own arrays stand for those that are equal to them.
 
-    `raw` is its `config.json`; `read_config` reads the config of its `kind`; names of tensors are
-    read without a `prefix`. Raises as `load_head` does.
+    Args:
+      raw: its `config.json`.
+      target: that it drafts for.
+      kind: its class.
+      read_config: reads the config of the class.
+      prefix: names of tensors are read without it; some files have it before some of them.
+
+    Raises:
+      OSError, ValueError: as `load_head` says.
     """
     with open_files(directory) as files:
+        # By its tensors: the config of a whole model may say no kind, as that of an old head.
         check_is_head(shown(directory), files.stored)
         tensors = files.without(prefix)
+        # First as the files have it, with every array that they hold.
         head = kind(read_config(raw, tensors, target.model.config), target.model.dtype)
         names = _tensor_names(head, tensors.stored)
         shapes = tensor_shapes(names, parts(head.weight_shapes))
         check_tensors(tensors, shapes, ("d2t", "t2d"))
         target_ids = _read_target_ids(tensors, head.config)
         arrays, *layers = read_arrays(tensors, names, head.dtype)
-        whole = {"layers": layers} if "layers" in head.weight_shapes else {"layer": layers[0]}
-        params = {**target_ids, **arrays, **whole}
-        shared = _shared_again(tensors, head.config, params, target)
-    params |= shared_params(shared, target.params)
-    if "lm_head" not in params:  # of a list of ids
+        by_layer = {"layers": layers} if "layers" in head.weight_shapes else {"layer": layers[0]}
+        params = {**target_ids, **arrays, **by_layer}
+        # Then without copies of what is the target's, whose arrays replace them.
+        config = _shared_again(tensors, head.config, params, target)
+    params |= shared_params(config, target.params)
+    # A head with a list of ids counts as one with an output matrix of its own. If the files have
+    # none, it is those rows of the target's. No other head gets here without one.
+    if "lm_head" not in params:
         rows = target.params.get("lm_head", target.params["embed_tokens"])
-        if not (is_int8(rows) or shared.tie_word_embeddings):
+        # An int8 matrix and an embedding are [V, H], any other output matrix is [H, V].
+        if not (is_int8(rows) or config.tie_word_embeddings):
             rows = rows.T
         # [V, H] -> [Vd, H], and [V] -> [Vd] of the scales of int8
         rows = jax.tree.map(lambda x: x[params["target_ids"]], rows)
         params["lm_head"] = rows if is_int8(rows) else rows.T
-    return LoadedModel(kind(shared, head.dtype), params)
+    return LoadedModel(kind(config, head.dtype), params)
 
 
 def save_head(
@@ -95,8 +114,12 @@ def save_head(
 ) -> None:
     """Writes a head in the layout of speculators; raises as `save_eagle3` does.
 
-    `said` are the keys of `config.json` that only heads of this kind have, `num_drafts` is the K
-    that readers take by default. What the head shares with its target is left out or written, too.
+    Args:
+      target_name: name or path of the target, for readers that look it up.
+      num_drafts: K that readers take by default.
+      said: keys of `config.json` that only heads of this kind have; those of its
+        ``transformer_layer_config`` are added to the keys there.
+      write_shared: whether what the head shares with its target is written, too.
     """
     directory = path_of(directory)
     stored = checked_dtype(dtype, LOGITS)
@@ -104,15 +127,19 @@ def save_head(
     refuse_int8(params)
     c = model.config
     arrays = params
-    if c.output_is_embedding:  # [Vd, H], which `unfuse` transposes
+    # An output matrix that is the embedding is [V, H], as the file has it. `unfuse` transposes
+    # every output matrix, so it gets this one transposed.
+    if c.output_is_embedding:
         arrays = params | {"lm_head": params["lm_head"].T}
+    # `_tensor_names` leaves out what is not the head's own: it is written as if it were.
     if write_shared:
         whole = dataclasses.replace(c, own_embedding=True, own_lm_head=True)
         model = dataclasses.replace(model, config=whole)
     tensors = unfuse(_tensor_names(model), arrays)
     tensors = stored_tensors(tensors, stored) | _target_id_tensors(c, params)
     # Biases and norms of queries and keys are both there in a qwen3 layer with attention_bias;
-    # windows are among what only heads of some kinds have.
+    # windows are among what only heads of some kinds have. So they are taken out for `config_json`,
+    # which finds the family, and are said beside what it returns.
     layers = [dataclasses.replace(x, qkv_bias=False, o_bias=False, window=None) for x in c.layers]
     plain = DecoderConfig(
         vocab_size=c.vocab_size,
@@ -142,21 +169,27 @@ def save_head(
 
 
 def _tensor_names(head: DraftHead, stored: Collection[str] = ()) -> list[Names]:
-    """Returns the tensors of each of the `parts`: named as `stored` ones are, or as is written."""
+    """Returns the tensors of each of the `parts`: named as `stored` ones are, or as is written.
+
+    `stored` is empty where a head is written.
+    """
     c = head.config
     shapes = head.weight_shapes
+    # Layers are named below, ids are read from d2t, and what is the target's has no tensor.
     elsewhere = {"layer", "layers", "target_ids"}
     if not c.own_embedding:
         elsewhere.add("embed_tokens")
+    # An output matrix of a list of ids may be missing: see the end of `read_head`.
     if not c.own_lm_head or (stored and "lm_head.weight" not in stored):
         elsewhere.add("lm_head")
-    own = {x: [_NAMES.get(x, f"{x}.weight")] for x in shapes if x not in elsewhere}
-    if "fc_norm" in own:
+    tensors = {x: [_NAMES.get(x, f"{x}.weight")] for x in shapes if x not in elsewhere}
+    # [A * Ht] is one array here, and in files a tensor [Ht] for each of the A layers that are read.
+    if "fc_norm" in tensors:
         count = len(c.aux_hidden_state_layers)
         is_legacy = count == len(LEGACY_NORMS) and LEGACY_NORMS[0] in stored
         usual = [f"fc_norm.{index}.weight" for index in range(count)]
-        own["fc_norm"] = list(LEGACY_NORMS) if is_legacy else usual
-    names = [Names(own, {"fc_norm": [c.target_hidden_size] * len(c.aux_hidden_state_layers)})]
+        tensors["fc_norm"] = list(LEGACY_NORMS) if is_legacy else usual
+    names = [Names(tensors, {"fc_norm": [c.target_hidden_size] * len(c.aux_hidden_state_layers)})]
     _, *layers = parts(shapes)
     for index, (spec, arrays) in enumerate(zip(c.layers, layers, strict=True)):
         prefix = layer_prefix(stored) if index == 0 else f"layers.{index}"
@@ -167,21 +200,30 @@ def _tensor_names(head: DraftHead, stored: Collection[str] = ()) -> list[Names]:
 def _shared_again(
     tensors: Tensors, config: HeadConfig, params: Params, target: LoadedModel[Llama]
 ) -> HeadConfig:
-    """Returns the config of a head that owns only what differs from the target's arrays."""
+    """Returns the config of a head that owns only what differs from the target's arrays.
+
+    Many files hold copies of the target's matrices, of which a large vocabulary makes gigabytes.
+    """
     dtype = target.model.dtype
     embedding = target.params["embed_tokens"]
+    # [H, V], as the head's has been read
     lm_head = embedding.T if config.tie_word_embeddings else target.params["lm_head"]
 
     def is_own(array: str, whole: jax.Array | Int8Weight) -> bool:
         if array not in params or params[array].shape != whole.shape:
             return True
         name = f"{array}.weight"
+        # Integers of a file are kept as they are stored, whatever they were made of.
         if tensors.form(name)[1] == "I8":
             return True
-        if not isinstance(whole, Int8Weight):  # a file's dtype may round what the target has
+        # The file's dtype may be narrower than the target's: a copy has been rounded to it, as the
+        # target's array is here.
+        if not isinstance(whole, Int8Weight):
             whole = whole.astype(tensors.dtype(name)).astype(dtype)
         pair = [params[array], whole]
-        if any(map(is_int8, pair)):  # [in, out] -> [out, in]
+        # A target in int8 was quantized when it was read: a copy gives the same integers.
+        # [in, out] -> [out, in]
+        if any(map(is_int8, pair)):
             pair = [x if is_int8(x) else quantized(x.T) for x in pair]
         return not jax.tree.all(jax.tree.map(jnp.array_equal, *pair))
 
@@ -193,7 +235,10 @@ def _shared_again(
 
 
 def _read_target_ids(tensors: Tensors, config: HeadConfig) -> dict[str, jax.Array]:
-    """Returns ``target_ids [Vd]`` if a head has them, as d2t says and t2d, if it is there, too."""
+    """Returns ``target_ids [Vd]`` if a head has them, as d2t says and t2d, if it is there, too.
+
+    A head that scores all ids may have a d2t of zeros, which says nothing.
+    """
     size = config.draft_vocab_size
     whole = config.vocab_size
     ids = np.arange(size)  # [Vd]
@@ -205,8 +250,10 @@ def _read_target_ids(tensors: Tensors, config: HeadConfig) -> dict[str, jax.Arra
                 f"{where} has d2t of dtype {kind} and shape {quoted(shape)}, but it must be I64 or "
                 f"I32 of shape {(size,)}."
             )
-        # It holds offsets: id j of the head is j + d2t[j]. Clipped, since a sum may not fit.
+        # It holds offsets: id j of the head is j + d2t[j]. Clipped, since a sum may not fit in 64
+        # bits, and would come out as some id; what is clipped is still far outside the vocabulary.
         ids = ids + np.clip(tensors.read("d2t").astype(np.int64), -(2**62), 2**62)
+        # Each an id of the target, and none twice: q of an id must be one number.
         with errors_name(where):
             check_listed("ids of d2t", ids, whole)
         if size == whole and ids.tolist() != list(range(size)):
@@ -223,7 +270,7 @@ def _read_target_ids(tensors: Tensors, config: HeadConfig) -> dict[str, jax.Arra
 
 
 def _target_id_tensors(config: HeadConfig, params: Params) -> dict[str, np.ndarray]:
-    """Returns d2t and t2d, if a head has a list of ids."""
+    """Returns d2t ``[Vd]`` int64 and t2d ``[V]`` bool, if a head has a list of ids."""
     if "target_ids" not in params:
         return {}
     ids = np.asarray(params["target_ids"], np.int64)  # [Vd]

@@ -1,4 +1,9 @@
-"""Which kind of head a `config.json` is of."""
+"""Which kind of head a `config.json` is of.
+
+No key says it in all layouts, so it is told by what files call themselves and by keys that only
+one kind has. Readers ask here before they read, so that a head given as a model, a model given as a
+head, or a head of another kind is refused with the name of what reads it.
+"""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -39,11 +44,12 @@ def kind_of_head(raw: JsonObject) -> HeadKind | None:
     architectures = raw.get("architectures")
     names = architectures if isinstance(architectures, list) else []
     # "dspark", "Qwen3DSparkModel", "LlamaForCausalLMEagle3"
-    said = " ".join(map(str, [raw.get("speculators_model_type"), *names])).lower()
-    if "dflash" in said or "dspark" in said or "dflash_config" in raw:
+    labels = " ".join(map(str, [raw.get("speculators_model_type"), *names])).lower()
+    # First block heads, which may have a draft_vocab_size, too.
+    if "dflash" in labels or "dspark" in labels or "dflash_config" in raw:
         return BLOCK
-    # Older files of EAGLE call themselves what their layer is.
-    if "eagle3" in said or "draft_vocab_size" in raw:
+    # Older files of EAGLE call themselves what their layer is, such as "LlamaForCausalLM".
+    if "eagle3" in labels or "draft_vocab_size" in raw:
         return EAGLE3
     return None
 
@@ -61,14 +67,14 @@ def checked_kind(raw: JsonObject, wanted: type | None) -> HeadKind:
     names = either(head.__name__ for head in kinds)
     must = f"be {names}, or None"
     require(wanted in (None, *kinds), "kind", must, wanted, error=TypeError)
-    found = kind_of_head(raw)
+    stated = kind_of_head(raw)
     if wanted is None:
-        return found or EAGLE3
-    own = kinds[wanted]
-    if found not in (None, own):
-        reads = f"load_head with {found.head.__name__} and --draft {found.prefix}DIR read it"
-        raise ValueError(f"{raw.where} is of {found.noun}, not of {own.noun}; {reads}.")
-    return own
+        return stated or EAGLE3
+    wanted_kind = kinds[wanted]
+    if stated not in (None, wanted_kind):
+        reads = f"load_head with {stated.head.__name__} and --draft {stated.prefix}DIR read it"
+        raise ValueError(f"{raw.where} is of {stated.noun}, not of {wanted_kind.noun}; {reads}.")
+    return wanted_kind
 
 
 def check_is_no_head(raw: JsonObject) -> None:
@@ -77,10 +83,10 @@ def check_is_no_head(raw: JsonObject) -> None:
     Raises:
       ValueError: it is; the sentence says what reads it.
     """
-    found = kind_of_head(raw)
-    if found is not None:
-        reads = f"load_head and --draft {found.prefix}DIR read"
-        raise ValueError(f"{raw.where} is of {found.noun}, which {reads}.")
+    kind = kind_of_head(raw)
+    if kind is not None:
+        reads = f"load_head and --draft {kind.prefix}DIR read"
+        raise ValueError(f"{raw.where} is of {kind.noun}, which {reads}.")
 
 
 def check_is_head(where: str, names: Collection[str]) -> None:
@@ -89,6 +95,8 @@ def check_is_head(where: str, names: Collection[str]) -> None:
     Raises:
       ValueError: it does.
     """
+    # Some heads have this final norm, too. All but assistants, which are not asked about here, have
+    # a matrix for features, and no model has one.
     has_features = "fc.weight" in names or "model.fc.weight" in names
     if "model.norm.weight" in names and not has_features:
         reads = "load_huggingface and --draft DIR read"

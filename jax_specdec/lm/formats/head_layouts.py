@@ -10,6 +10,9 @@ A layout says where layers are and what an absent key means. What is written is 
 name and in every object that any layout has for it, since files mix them. A key that changes what a
 head computes is read, or refused by name. Keys that say the same must agree; null and an empty list
 say nothing.
+
+`head_files.read_head` calls `read_eagle3_config` or `read_block_config` once the tensors are open:
+where no key says whether a norm, a bias or a matrix is there, the names of tensors do.
 """
 
 import dataclasses
@@ -32,6 +35,7 @@ _SPECULATORS = "speculators_model_type"
 _Key = tuple[JsonObject, str]
 """An object and the name of a key in it."""
 
+# As in `config_json`: without values, a key must be absent or null.
 _SERVED: dict[str, tuple[JsonValue, ...]] = {
     "markov_head_type": ("vanilla",),
     "projector_type": ("dflash", "dspark"),  # the others correct logits by a network of their own
@@ -96,6 +100,8 @@ def speculators(raw: JsonObject) -> HeadLayout:
     has_dspark_projector = _has_dspark_projector(raw)
     is_dspark = raw[_SPECULATORS] == "dspark"
     raw.needed("transformer_layer_config")
+    # What its classes take where a key is absent. A projector of SpecForge's DSpark needs the first
+    # row of a block, whatever the type says.
     return HeadLayout(
         raw=raw,
         layer=raw.nested("transformer_layer_config"),
@@ -135,6 +141,7 @@ def _block_layout(raw: JsonObject) -> HeadLayout:
     raw.require_one_of(_SPECULATORS, "dflash", "dspark")
     if raw.get(_SPECULATORS) is not None:
         return speculators(raw)
+    # The name decides whether the first row drafts where no key does: an unknown one is refused.
     names = raw.given("architectures", [])
     known = [x for x in _BLOCK_ARCHITECTURES if isinstance(names, list) and x in names]
     raw.require(len(known) == 1, "architectures", only(*_BLOCK_ARCHITECTURES))
@@ -152,9 +159,12 @@ def read_eagle3_config(raw: JsonObject, tensors: Tensors, target: DecoderConfig)
     layout = speculators(raw) if is_speculators else eagle(raw)
     _check_served(layout, target)
     values = _read_layers(layout.layer, tensors, target)
-    raw.require_one_of("parallel_drafting", False)  # heads of blocks draft so, whatever it says
+    # Not among `_SERVED`: heads of blocks draft in parallel, whatever this says.
+    raw.require_one_of("parallel_drafting", False)
+    # EAGLE's files do not say which layers are read: an early, a middle and a late one. Of a target
+    # of few layers two of them are the same, which `Eagle3Config` refuses.
     depth = len(target.layers)
-    early_middle_late = tuple(sorted((2, depth // 2, depth - 3)))  # EAGLE's files do not say where
+    early_middle_late = tuple(sorted((2, depth // 2, depth - 3)))
     values["aux_hidden_state_layers"] = _read_aux_layers(layout, depth, early_middle_late)
     values |= _read_shared(layout, values["hidden_size"], tensors, target)
     # Tensors say which norms there are where no key does.
@@ -210,7 +220,10 @@ def _read_layers(
     bias = raw.given("attention_bias", False)
     raw.require(isinstance(bias, bool), "attention_bias", "but it must be a boolean")
     raw.require_one_of("model_type", "llama", "qwen2", "qwen3")
-    own = parse_config(raw.but(**dict.fromkeys(("attention_bias", "logit_scale", *elsewhere))))
+    # The layers are read as those of a model would be, without keys that are refused there and read
+    # here. Its vocabulary and whether it is tied are not used: those are the target's.
+    parsed = parse_config(raw.but(**dict.fromkeys(("attention_bias", "logit_scale", *elsewhere))))
+    # All layers are as the tensors of the first say; `check_tensors` then looks at each of them.
     attention = f"{layer_prefix(tensors.stored)}.self_attn"
     layers = [
         dataclasses.replace(
@@ -219,11 +232,11 @@ def _read_layers(
             o_bias=f"{attention}.o_proj.bias" in tensors.stored,
             qk_norm=spec.qk_norm or f"{attention}.q_norm.weight" in tensors.stored,
         )
-        for spec in own.layers
+        for spec in parsed.layers
     ]
     return {
         "vocab_size": target.vocab_size,
-        "hidden_size": own.hidden_size,
+        "hidden_size": parsed.hidden_size,
         "layers": tuple(layers),
         "tie_word_embeddings": target.tie_word_embeddings,
         "num_token_ids": target.num_token_ids,
@@ -237,7 +250,8 @@ def _read_shared(
     raw = layout.raw
     names = tensors.stored.keys()
     draft_vocab_size = _read(target.vocab_size, (raw, "draft_vocab_size"))
-    # Rows of a list of ids are the head's own: if no file has them, copies of the target's.
+    # Rows of a list of ids are the head's own: if no file has them, copies of the target's. They
+    # have the target's width, so a head of another width must bring its own.
     is_listed = draft_vocab_size != target.vocab_size
     has_own_rows = is_listed and hidden_size == target.hidden_size
     return {
@@ -256,6 +270,7 @@ def _read_block(layout: HeadLayout, tensors: Tensors) -> dict[str, JsonValue]:
     # The block, whose first row is used by DSpark alone.
     block_size = _read(layout.block_size, *layout.either("block_size"))
     mask_token_id = _read(None, *layout.either("mask_token_id"))
+    # Three names of one switch, which any of the objects may have.
     sample_from_anchor = _read(
         layout.sample_from_anchor,
         (raw, "sample_from_anchor"),
@@ -273,6 +288,7 @@ def _read_block(layout: HeadLayout, tensors: Tensors) -> dict[str, JsonValue]:
         has_confidence, *layout.either("enable_confidence_head"), (dflash, "use_confidence_head")
     )
     with_markov = _read(markov_rank != 0, *layout.either("confidence_head_with_markov"))
+    # A rank of 0 is no bias, and the last switch says nothing where there is no confidence head.
     return {
         "block_size": block_size,
         "mask_token_id": mask_token_id,
@@ -287,7 +303,9 @@ def _read_aux_layers(
     layout: HeadLayout, num_layers: int, default: tuple[int, ...] | None
 ) -> tuple[int, ...]:
     """Returns the layers before which features are read, or the default, as `_read` does."""
-    # What is added to ids: 1 where they count what is read after a layer, -1 for the embedding.
+    # Here id i is what enters layer i: 0 is the embedding's output, and the number of layers what
+    # leaves the last one. Some keys have the layer that it leaves, -1 for the embedding: to those 1
+    # is added. Ids are compared after that, so that a file may have several of the keys.
     shifts = (
         (layout.raw, "aux_hidden_state_layer_ids", 0),
         (layout.raw, "target_layer_ids", 1),
@@ -295,18 +313,21 @@ def _read_aux_layers(
         (layout.raw, "eagle_aux_hidden_state_layer_ids", 0),
         (layout.eagle, "eagle_aux_hidden_state_layer_ids", 1),
     )
-    found = {
+    stated = {
         _sentence(place, key): _layer_ids(place, key, shift, num_layers)
         for place, key, shift in shifts
         if _is_said(place, key)
     }
-    return _agreed(found, default, [(place, key) for place, key, _ in shifts])
+    return _agreed(stated, default, [(place, key) for place, key, _ in shifts])
 
 
 def _read(default: JsonValue, *keys: _Key) -> JsonValue:
-    """Returns what keys say, or the default where none says anything; None where one must."""
-    found = {_sentence(place, key): place[key] for place, key in keys if _is_said(place, key)}
-    return _agreed(found, default, keys)
+    """Returns what keys say, or the default where none says anything; None where one must.
+
+    The value is not checked: the dataclass that is made of it does that.
+    """
+    stated = {_sentence(place, key): place[key] for place, key in keys if _is_said(place, key)}
+    return _agreed(stated, default, keys)
 
 
 def _is_said(place: JsonObject, key: str) -> bool:
@@ -325,6 +346,7 @@ def _agreed(found: dict[str, JsonValue], default: JsonValue, keys: Sequence[_Key
     Raises:
       ValueError: two values contradict each other; or there is neither a value nor a default.
     """
+    # Each name once, in whatever objects it may stand.
     if not found and default is None:
         (place, _), *_ = keys
         names = dict.fromkeys(key for _, key in keys)
@@ -341,7 +363,9 @@ def _agreed(found: dict[str, JsonValue], default: JsonValue, keys: Sequence[_Key
 def _layer_ids(place: JsonObject, key: str, shift: int, num_layers: int) -> tuple[int, ...]:
     """Returns the layers before which features are read, ascending, of ids without `shift`."""
     ids = place[key]
-    may_be_mixed = key.startswith("eagle")  # vLLM reads these in ascending order
+    # The order decides which part of `fc` a feature meets. vLLM reads the ids of EAGLE's key in
+    # ascending order, whatever theirs is; those of other keys are to be in it.
+    may_be_mixed = key.startswith("eagle")
     are_ids = isinstance(ids, list) and all(type(x) is int for x in ids)
     in_order = sorted({*ids}) if are_ids else []
     fits = are_ids and in_order == (sorted(ids) if may_be_mixed else ids)
@@ -359,11 +383,13 @@ def _sliding(layout: HeadLayout, layers: tuple[LayerSpec, ...]) -> dict[str, Jso
     """
     depth = len(layers)
     raw = layout.raw
-    own = layout.dflash
+    dflash = layout.dflash
     layer = layout.layer
+    # Which layers slide: those of the list, or, without one, those from max_window_layers on.
     kinds = layer.given("layer_types", [])
     are_kinds = isinstance(kinds, list) and all(x in (SLIDING, FULL) for x in kinds)
     wanted = f"but it must be a list of {SLIDING!r} and {FULL!r}, one for each layer"
+    # A list of another length does no harm if all of it is full.
     fits = are_kinds and (len(kinds) == depth or SLIDING not in kinds)
     layer.require(fits, "layer_types", wanted)
     sliding = [index for index, kind in enumerate(kinds) if kind == SLIDING]
@@ -375,10 +401,12 @@ def _sliding(layout: HeadLayout, layers: tuple[LayerSpec, ...]) -> dict[str, Jso
     # Rows of sliding layers see the block up to themselves, but for z-lab's switch, by which every
     # layer slides and sees all of the block.
     non_causal = raw.given("sliding_window_non_causal", False)
-    if own.given("use_swa", False) and not sliding:
+    if dflash.given("use_swa", False) and not sliding:
         sliding = list(range(depth))
         non_causal = True
-    for place, key in ((own, "causal"), (raw, "is_causal")):
+    # These keys go before both. `BlockHead` has no causal layer without a window, so true is for
+    # heads of which every layer slides; false says of full layers what they do anyway.
+    for place, key in ((dflash, "causal"), (raw, "is_causal")):
         if place.get(key) is not None:
             is_causal = place[key]
             wanted = "but full attention over a block is not causal"
@@ -386,18 +414,24 @@ def _sliding(layout: HeadLayout, layers: tuple[LayerSpec, ...]) -> dict[str, Jso
             non_causal = not is_causal
     if not sliding:
         return {"sliding_window_non_causal": False}
-    of_layers = own.given("sliding_window", layer.get("sliding_window"))
-    window = own.given("swa_window_size", of_layers)
+    # z-lab's object goes before the layers' own key, and the size of its switch before both.
+    of_layers = dflash.given("sliding_window", layer.get("sliding_window"))
+    window = dflash.given("swa_window_size", of_layers)
     is_size = type(window) is int and 0 < window < MAX_INT
     layer.require(is_size, "sliding_window", "but sliding layers need a positive integer")
     windowed = list(layers)
-    for index in sliding:  # the anchor, and the positions before it
+    # A window of W in files is that many positions before the anchor, the first row of the block.
+    # In a LayerSpec it counts the anchor, too.
+    for index in sliding:
         windowed[index] = dataclasses.replace(layers[index], window=window + 1)
     return {"layers": tuple(windowed), "sliding_window_non_causal": non_causal}
 
 
 def layer_prefix(stored: Collection[str]) -> str:
-    """Returns what the names of the first layer's tensors begin with, in files or as written."""
+    """Returns what the names of the first layer's tensors begin with, in files or as written.
+
+    `stored` are the names in a file; without any, the layout of speculators is meant.
+    """
     # EAGLE, AngelSlim and SpecForge have a midlayer; all others, and heads of blocks, have layers.
     begins = {name.partition(".")[0] for name in stored}
     return "midlayer" if "midlayer" in begins and "layers" not in begins else "layers.0"

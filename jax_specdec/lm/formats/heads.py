@@ -1,4 +1,8 @@
-"""Reading and writing draft heads: a directory of `config.json` and `model.safetensors`."""
+"""Reading and writing draft heads: a directory of `config.json` and `model.safetensors`.
+
+The public functions of heads of all kinds. `head_kinds` tells which kind a directory holds; then
+`head_files` or `gemma_assistant` reads it. Heads are written in one layout, that of speculators.
+"""
 
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -28,7 +32,9 @@ LoadedHead = LoadedModel[Eagle3Head] | LoadedModel[BlockHead] | LoadedModel[Gemm
 
 _Head = TypeVar("_Head", Eagle3Head, BlockHead, GemmaAssistantHead)
 
+# In which EAGLE-3 heads are published, too: a pickle, which may hold code.
 _TORCH_FILE = "pytorch_model.bin"
+# An embedding of the mask that is no row of the target's embedding.
 _MASK_FILE = "mask_embedding.pt"
 
 
@@ -103,10 +109,10 @@ def load_head(
     require(is_target, "target", must, target, hint, TypeError)
     directory = path_of(directory)
     raw = read_json(directory / CONFIG_FILE)
-    found = checked_kind(raw, kind)
-    if found is EAGLE3:
+    head_kind = checked_kind(raw, kind)
+    if head_kind is EAGLE3:
         return _read_eagle3(directory, raw, target)
-    if found is BLOCK:
+    if head_kind is BLOCK:
         return _read_block(directory, raw, target)
     return read_assistant(directory, raw, target)
 
@@ -131,6 +137,7 @@ def _read_block(
     """Returns a DFlash or DSpark head, as `load_head` does."""
     if is_there(directory / _MASK_FILE):
         raise ValueError(f"{shown(directory)} has {_MASK_FILE}, which is not read.")
+    # DeepSpec's files may have the prefix before all names but that of the output matrix.
     return read_head(directory, raw, target, BlockHead, read_block_config, "model.")
 
 
@@ -203,6 +210,7 @@ def save_block_head(
     """
     check_type("model", model, BlockHead)
     c = model.config
+    # Only the class of DSpark has keys for what it adds. Both have `sample_from_anchor`.
     is_dspark = c.markov_rank is not None or c.enable_confidence_head
     said: dict[str, JsonValue] = {
         "architectures": ["DSparkDraftModel" if is_dspark else "DFlashDraftModel"],
@@ -220,11 +228,12 @@ def save_block_head(
             "markov_rank": c.markov_rank or 0,
             "markov_head_type": "vanilla",
         }
+    # The file has one size for all layers that slide, and counts it without the anchor.
     windows = {spec.window for spec in c.layers if spec.window is not None}
     require(len(windows) <= 1, "model", "have windows of one size", sorted(windows))
     said["transformer_layer_config"] = {
         "layer_types": [FULL if spec.window is None else SLIDING for spec in c.layers],
-        "sliding_window": next((size - 1 for size in windows), None),  # without the anchor
+        "sliding_window": next((size - 1 for size in windows), None),
         "use_sliding_window": bool(windows),
     }
     k = c.max_drafts

@@ -1,7 +1,8 @@
 """Keys beside a `tokenizer.json` that change texts or their tokens: each is followed or refused.
 
 How to sample and how long a text may be (`temperature`, `top_p`, `max_new_tokens` and others) is
-for each request to say, and not for `generation_config.json`.
+for each request to say, and not for `generation_config.json`. `load_tokenizer` calls these
+functions; docs/models.md has a table of the keys.
 """
 
 from pathlib import Path
@@ -50,6 +51,7 @@ _TOKENIZER: _Served = {
 }
 """Likewise of `tokenizer_config.json`."""
 
+# Without "Fast", which is at the end of the name in most files.
 _LLAMA_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer")
 
 
@@ -62,6 +64,7 @@ def check_text_keys(directory: Path) -> None:
       OSError: a file cannot be opened.
       ValueError: a file cannot be parsed, or a key asks for something else.
     """
+    # As in `transformers`, config.json is not asked where the other file says anything.
     generation = read_json(directory / GENERATION_FILE, optional=True)
     if not generation:
         generation = read_json(directory / CONFIG_FILE, optional=True)
@@ -82,6 +85,7 @@ def check_prefix_space(directory: Path, has_prefix: bool) -> None:
       OSError: `tokenizer_config.json` cannot be opened.
       ValueError: it cannot be parsed, or says the opposite.
     """
+    # Texts are encoded as tokenizer.json says. That the two agree is all that is asked here.
     raw = read_json(directory / TOKENIZER_CONFIG_FILE, optional=True)
     does = "adds one" if has_prefix else "adds none"
     key = "add_prefix_space"
@@ -91,6 +95,8 @@ def check_prefix_space(directory: Path, has_prefix: bool) -> None:
 def tokens_around(directory: Path) -> tuple[str | None, str | None] | None:
     """Returns the tokens before and after a text; None if `tokenizer.json` alone says which.
 
+    Each of the two is None where no token is added there.
+
     `add_bos_token` and `add_eos_token` are keys of the class of Llama's tokenizers in
     `transformers` 4, where they go before `tokenizer.json`; other classes do not look at them.
 
@@ -98,22 +104,26 @@ def tokens_around(directory: Path) -> tuple[str | None, str | None] | None:
       OSError: a file cannot be opened.
       ValueError: a file cannot be parsed, or a key is neither true nor false.
     """
+    # One key is enough: then the other has its default, whatever tokenizer.json does.
     raw = read_json(directory / TOKENIZER_CONFIG_FILE, optional=True)
     keys = {"add_bos_token": True, "add_eos_token": False}
     if all(raw.get(key) is None for key in keys) or not _is_of_llama(directory, raw):
         return None
+    # The defaults of the class, where no file names the tokens.
     names = {"bos_token": "<s>", "eos_token": "</s>", **special_tokens(directory)}
-    found: list[str | None] = []
+    around: list[str | None] = []
     for key, default in keys.items():
         is_added = raw.given(key, default)
         raw.require(isinstance(is_added, bool), key, "which is neither true nor false")
-        found.append(names[key.removeprefix("add_")] if is_added else None)
-    first, last = found
+        around.append(names[key.removeprefix("add_")] if is_added else None)
+    first, last = around
     return first, last
 
 
 def _is_of_llama(directory: Path, raw: JsonObject) -> bool:
     """Returns whether `transformers` takes its class of Llama's tokenizers."""
+    # Without the name of a class, that of the family: a Qwen2 has another one. A Qwen2 that names
+    # Llama's, as DeepSeek's distilled models do, has Llama's.
     config = read_json(directory / CONFIG_FILE, optional=True)
     name = raw.get("tokenizer_class") or config.get("tokenizer_class")
     if name is None:

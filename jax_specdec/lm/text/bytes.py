@@ -1,4 +1,7 @@
-"""Byte-level tokenization: token id = byte of the UTF-8 text, vocabulary 256."""
+"""Byte-level tokenization: token id = byte of the UTF-8 text, vocabulary 256.
+
+For the embedded pair, which needs no library and no files for its texts.
+"""
 
 import operator
 from collections.abc import Iterable
@@ -46,6 +49,7 @@ def decode_bytes(token_ids: Iterable[int]) -> str:
       >>> decode_bytes([110, 195, 169])
       'né'
     """
+    # `bytes` would refuse such an id, too, in a sentence that does not name the argument.
     token_ids = id_list(token_ids)
     for token_id in token_ids:
         require(0 <= token_id < BYTE_VOCAB_SIZE, "token_ids", "be bytes, in [0, 256)", token_id)
@@ -53,7 +57,7 @@ def decode_bytes(token_ids: Iterable[int]) -> str:
 
 
 def id_list(token_ids: Iterable[int], name: str = "token_ids") -> list[int]:
-    """Returns token ids of any integer type as a list of ints.
+    """Returns token ids of any integer type, such as those of an array, as a list of ints.
 
     Raises:
       TypeError: they are not integers.

@@ -3,6 +3,9 @@
 A template is a Jinja program by the authors of the checkpoint. It runs in Jinja's sandbox, with the
 names and filters that `transformers` gives it. The sandbox keeps it from the rest of the process,
 but does not bound its time and memory: who chooses a checkpoint trusts its template that far.
+
+Templates are found in `chat_template.jinja`, in `tokenizer_config.json`, or among several there.
+`Tokenizer.encode_chat` encodes the text without adding special tokens: the template writes them.
 """
 
 import dataclasses
@@ -61,13 +64,18 @@ class ChatTemplate:
             run.
         """
         check_messages(messages)
+        # First as it is: what the template itself refuses is told in its own words.
         text = self._render(messages, variables)
         self._check_nothing_is_left_out(messages, variables)
         return text
 
     def _render(self, messages: Sequence[Message], further_variables: Mapping[str, Any]) -> str:
         """Returns what the template writes; raises as `apply` does."""
+        # Whether the template knows the role is told by the quoted name in its source. The bare
+        # word may stand in a comment.
         known = "developer" if re.search("[\"']developer[\"']", self.source) else "system"
+        # Templates ask for these without looking whether they are defined, as `transformers` always
+        # gives them. An undefined one is not none, as `tools is none` asks.
         variables = {
             "messages": [
                 {**message, "role": known if message["role"] == "developer" else message["role"]}
@@ -98,7 +106,9 @@ class ChatTemplate:
         Raises:
           ValueError: it lacks one.
         """
-        # The template writes the conversation once more, each of these between marks.
+        # The template writes the conversation once more, each of these between marks. A random mark
+        # is in no message, and one on either side is left where a template cuts off an end. Empty
+        # messages leave no trace, and the usual roles are left out by intent, if at all.
         mark = uuid.uuid4().hex
         marked = {
             index: {**message, "content": f"{mark}-{index}-{message['content']}-{mark}-{index}-"}
@@ -124,6 +134,7 @@ def check_messages(messages: Iterable[object]) -> None:
     Raises:
       TypeError: they are no list, or one has no "role" or no "content".
     """
+    # These two can be iterated over, as a list of messages can.
     is_list = not isinstance(messages, (str, Mapping))
     must = "be a list such as [{'role': 'user', 'content': 'Hi'}]"
     require(is_list, "messages", must, messages, error=TypeError)
@@ -147,9 +158,11 @@ def read_chat_template(directory: Path) -> ChatTemplate:
         path = directory / TOKENIZER_CONFIG_FILE
         raw = read_json(path, optional=True)
         source = raw.get("chat_template")
-        if isinstance(source, list):  # several, by name
-            named = [x for x in source if isinstance(x, dict) and x.get("name") == "default"]
-            source = named[0].get("template") if named else None
+        # Some checkpoints have several, by name, such as one for tools. Only the default one is
+        # taken.
+        if isinstance(source, list):
+            defaults = [x for x in source if isinstance(x, dict) and x.get("name") == "default"]
+            source = defaults[0].get("template") if defaults else None
         is_text = source is None or isinstance(source, str)
         raw.require(is_text, "chat_template", "which is not text")
     if source is None:
@@ -185,6 +198,7 @@ def _environment() -> Any:
 
         def parse(self, parser: Any) -> Any:
             """Returns the body of the block."""
+            # the word "generation" of the tag itself
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -194,6 +208,8 @@ def _environment() -> Any:
     def to_json(value: Any, **options: Any) -> str:  # Jinja's own escapes "<", for web pages
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
+    # Immutable: a template cannot change the messages of the caller. Lines of a block alone leave
+    # no line behind, as templates are written for.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationTag]
     )

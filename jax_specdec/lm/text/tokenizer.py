@@ -1,4 +1,16 @@
-"""`tokenizer.json` of Hugging Face checkpoints, through the `tokenizers` library."""
+"""`tokenizer.json` of Hugging Face checkpoints, through the `tokenizers` library.
+
+`load_tokenizer` makes a `Tokenizer` of the files of a checkpoint, and a `TextStream` decodes ids as
+they come. Three kinds of tokenizers differ in what a part of a character is:
+
+- *Byte level* (GPT-2, Llama 3, Qwen): every token is bytes, spelled by a character for each, and
+  may begin or end inside a character. The decoder gives U+FFFD for what is no UTF-8.
+- *Byte fallback* (Llama 2, Gemma): tokens are whole characters, but for 256 tokens `<0x00>` to
+  `<0xFF>`. The decoder joins a run of these; one bad byte makes all bytes of the run U+FFFD.
+- All others have no token that is a part of a character.
+
+A token's text may also depend on its place: some decoders drop the space before the first word.
+"""
 
 import codecs
 import contextlib
@@ -68,6 +80,7 @@ class Tokenizer:
         """
         check_type("text", text, str)
         check_type("add_special_tokens", add_special_tokens, bool)
+        # The library takes no lone surrogates.
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         with _library_errors(self.path, "cannot encode the text"):
             # Unlike the library's `encode`, this gives up Python's lock; the ids are the same.
@@ -114,15 +127,18 @@ class Tokenizer:
           ...     tokenizer.chat_text(messages), tokenizer.encode_chat(messages)
           ('<user> yes', [0, 1])
         """
+        # The template writes the tokens that begin a text: the tokenizer must not add them again.
         if not plain_messages:
             return self.encode(self.chat_text(messages, **variables), add_special_tokens=False)
-        # A mark stands for what spells a special token, until the template has written it.
+        # A mark stands for what spells a special token, until the template has written it. What is
+        # a special token in the text after that is the template's own.
         mark = uuid.uuid4().hex
         spelled: list[str] = []  # what the marks 0, 1, ... stand for
 
         def marked(value: object) -> object:
             if not isinstance(value, str):
                 return value
+            # Text, special token, text, ..., text.
             pieces = self._split_at_special_tokens(value)
             for i in range(1, len(pieces), 2):
                 spelled.append(pieces[i])
@@ -130,7 +146,8 @@ class Tokenizer:
             return "".join(pieces)
 
         check_messages(messages)
-        plain = [{key: marked(x) for key, x in one.items()} for one in messages]
+        # All members that are text, for a template may write any of them, such as a name.
+        plain = [{key: marked(x) for key, x in message.items()} for message in messages]
         # Text, number of a mark, text, number, ..., text.
         pieces = re.split(f"{mark}([0-9]+)-", self.chat_text(plain, **variables))
         ids = self.encode(pieces[0], add_special_tokens=False)
@@ -144,6 +161,9 @@ class Tokenizer:
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         with _library_errors(self.path, "cannot encode the text"):
             encoding = self.library_tokenizer.encode(text, add_special_tokens=False)
+        # Where each piece ends, in characters of the text: a special token is its span, and text
+        # is what is before, between and after. The library finds them, as flags of a token may let
+        # it match in another spelling, or take the spaces around it along.
         ends = [0]
         for token_id, span in zip(encoding.ids, encoding.offsets, strict=True):
             if token_id in self.special_tokens:
@@ -154,16 +174,17 @@ class Tokenizer:
         """Returns the ids of a text, none of which is a special token."""
         encoder = self._encoder_without_special_tokens
         with _library_errors(self.path, "cannot encode the text"):
-            found = encoder.encode(text, add_special_tokens=False).ids
-            if self.special_tokens.keys().isdisjoint(found):
-                return list(found)
+            token_ids = encoder.encode(text, add_special_tokens=False).ids
+            if self.special_tokens.keys().isdisjoint(token_ids):
+                return list(token_ids)
             # They are in the vocabulary of the model, too, which has a token for each character.
-            each = (encoder.encode(letter, add_special_tokens=False).ids for letter in text)
-            return [token_id for ids in each for token_id in ids]
+            by_letter = (encoder.encode(letter, add_special_tokens=False).ids for letter in text)
+            return [token_id for ids in by_letter for token_id in ids]
 
     @functools.cached_property
     def _encoder_without_special_tokens(self) -> Any:
         """The library's tokenizer, which takes special tokens for text."""
+        # A copy: the switch is one of the object, which other threads encode with.
         encoder = type(self.library_tokenizer).from_str(self.library_tokenizer.to_str())
         encoder.encode_special_tokens = True
         return encoder
@@ -209,15 +230,17 @@ class Tokenizer:
             return b""
         if token_id in self._byte_of:
             return bytes([self._byte_of[token_id]])
+        # What the second one adds: with the space that many tokenizers drop from the first.
         once = self.decode([token_id])
         twice = self.decode([token_id, token_id])
-        text = twice[len(once) :]  # with the space that many tokenizers drop from the first
+        text = twice[len(once) :]
         # A part of a character has no text of its own; GPT-2's names of tokens spell their bytes.
         name = self.library_tokenizer.id_to_token(token_id)
         if _REPLACEMENT in text and set(name) <= _byte_level().keys():
-            own = bytes(_byte_level()[character] for character in name)
-            if own.decode(errors="replace") == once:
-                return own
+            spelled = bytes(_byte_level()[character] for character in name)
+            # A tokenizer of another kind may have a token with such a name, and another text.
+            if spelled.decode(errors="replace") == once:
+                return spelled
         return text.encode()
 
     def _has_text(self, token_id: int) -> bool:
@@ -229,16 +252,17 @@ class Tokenizer:
     def special_tokens(self) -> dict[int, str]:
         """Special tokens by their ids, the longest first."""
         added = self.library_tokenizer.get_added_tokens_decoder()
-        found = {token_id: token.content for token_id, token in added.items() if token.special}
-        return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+        special = {token_id: token.content for token_id, token in added.items() if token.special}
+        return dict(sorted(special.items(), key=lambda item: -len(item[1])))
 
     @functools.cached_property
     def _byte_of(self) -> dict[int, int]:
         """The byte of each token `<0x00>` to `<0xFF>`, if the decoder takes them for bytes."""
         names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
         ids = {byte: self.library_tokenizer.token_to_id(name) for byte, name in names.items()}
-        found = {token_id: byte for byte, token_id in ids.items() if token_id is not None}
-        return {one: byte for one, byte in found.items() if names[byte] not in self.decode([one])}
+        bytes_ = {token_id: byte for byte, token_id in ids.items() if token_id is not None}
+        # A decoder without byte fallback gives the name itself as the text.
+        return {i: byte for i, byte in bytes_.items() if names[byte] not in self.decode([i])}
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> "TextStream":
         """Returns a decoder of what follows a prompt, as it comes."""
@@ -254,7 +278,7 @@ class Tokenizer:
           ValueError: one id does not; the message names the files and the first difference.
         """
         first = self._first_difference(other)
-        ours, theirs = (one.library_tokenizer.id_to_token for one in (self, other))
+        ours, theirs = (x.library_tokenizer.id_to_token for x in (self, other))
         if first is not None:
             raise ValueError(
                 f"{shown(self.path)} and {shown(other.path)} differ: token id {first} is "
@@ -270,8 +294,8 @@ class Tokenizer:
         """Returns the first id that means different things to both tokenizers."""
         check_type("other", other, Tokenizer)
         ours, theirs = (
-            {token_id: token for token, token_id in one.library_tokenizer.get_vocab().items()}
-            for one in (self, other)
+            {token_id: token for token, token_id in x.library_tokenizer.get_vocab().items()}
+            for x in (self, other)
         )
         differences = (i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
         return min(differences, default=None)
@@ -315,12 +339,19 @@ class TextStream:
 
     # `tokenizers.decoders.DecodeStream` does not do: it has no end, it returns what a broken run
     # of bytes would change, and it decodes all ids since the last text again for each id.
+    #
+    # Between calls, `_token_ids` are the last ids: first `_context` ids whose text was returned,
+    # then those of the newest piece, and at the end those of `_run`, one for each of its bytes.
+    # `_shown` is the text of `_token_ids` as far as it was returned, so what is new in a text of
+    # theirs is what it has after `_shown`. The text of a run is not in it before the run has ended,
+    # settled, or turned out to be none.
 
     def __init__(
         self,
         tokenizer: Tokenizer | Callable[[list[int]], str],
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
+        # A function does not say which ids are bytes: whatever it gives U+FFFD for is incomplete.
         decode = tokenizer.decode if isinstance(tokenizer, Tokenizer) else tokenizer
         must = "be a Tokenizer or a function"
         require(callable(decode), "tokenizer", must, tokenizer, error=TypeError)
@@ -336,6 +367,7 @@ class TextStream:
         self._context = 0  # ids before the newest piece
         token_ids = id_list(prompt_token_ids, "prompt_token_ids")
         text = decode(token_ids)  # what it refuses is named first
+        # Ids without text, such as special tokens, would take the place of those that give context.
         token_ids = list(filter(self._has_text, token_ids))
         # The prompt's last run of byte tokens may go on: only what is before it is settled.
         end = len(token_ids)
@@ -346,6 +378,8 @@ class TextStream:
         self._shorten(self._shown)
         for token_id in token_ids[end:]:
             self._add(token_id)
+        # The text of the run is the prompt's. What is left of it is the beginning of a character,
+        # whose bytes count as shown: if they are never completed, no U+FFFD stands for them.
         if not self.is_complete:
             self._settle()
             self._num_run_shown = len(self._run)
@@ -369,6 +403,7 @@ class TextStream:
         token_ids = id_list(token_ids)
         self._decode(token_ids)  # what it refuses is not kept
         pieces = [self._add(token_id) for token_id in filter(self._has_text, token_ids)]
+        # At the end, a run comes out if it is text or not, and then what other tokens held back.
         if final:
             pieces += [self._end_run(), self._advance(hold=False)]
         return "".join(pieces)
@@ -379,6 +414,7 @@ class TextStream:
             self._token_ids.append(token_id)
             self._run.append(self._byte_of[token_id])
             return self._advance_run()
+        # Any other token ends a run of bytes: what is still to be returned of it goes first.
         piece = self._end_run()
         self._token_ids.append(token_id)
         return piece + self._advance(hold=True)
@@ -386,18 +422,22 @@ class TextStream:
     def _advance(self, *, hold: bool) -> str:
         """Returns what the text of the ids has more than was shown; an open character is held."""
         text = self._decode(self._token_ids)
-        # Where bytes have tokens of their own, all other tokens are whole characters.
+        # U+FFFD at the end may become a character with the next id. Where bytes have tokens of
+        # their own, all other tokens are whole characters.
         open_ = len(text) - len(text.rstrip(_REPLACEMENT)) if hold and not self._byte_of else 0
         is_long = len(self._token_ids) > _MOST_HELD
         if open_ and not is_long and not text.startswith(self._shown):
             self._num_held = open_
             return ""  # the function changes what it gave: for how long, later ids decide
+        # Of many U+FFFD in a row only the last ones can be open, even at one for each byte.
         self._num_held = min(open_, _MOST_OPEN)
+        # What was returned stays, also where the text is another one now.
         begin = len(os.path.commonprefix([text, self._shown]))
         end = max(begin, len(text) - self._num_held)
         piece = text[begin:end]
         self._shown = text[:end]
         # Once nothing is open, the ids of this piece are the context of the next one.
+        # Ids that have no text by themselves are no context: those before them stay, too.
         newest = self._token_ids[self._context :]
         if self._num_held == 0 and (newest_text := self._decode(newest)):
             self._token_ids = newest
@@ -410,7 +450,9 @@ class TextStream:
     def _shorten(self, text: str) -> None:
         """Forgets ids that the rest of the text does not depend on; `text` is that of all.
 
-        That is so if the last 4 characters stay, since at most 3 of them can be incomplete.
+        That is so if the last 4 characters stay, since at most 3 of them can be incomplete. If the
+        end of the ids alone gives another text, as in the middle of a character, no id is forgotten
+        this time.
         """
         for token_ids in (
             self._token_ids[-_NUM_KEPT:],
@@ -420,6 +462,7 @@ class TextStream:
             short = self._decode(token_ids)
             is_same = short[-_MOST_OPEN - 1 :] == text[-_MOST_OPEN - 1 :]
             if is_same and len(token_ids) < len(self._token_ids):
+                # All of the shorter text was shown but for what is held at the end of both.
                 self._shown = short[: len(self._shown) - len(text) + len(short)]
                 self._token_ids = token_ids
                 self._context = 0
@@ -427,11 +470,14 @@ class TextStream:
 
     def _advance_run(self) -> str:
         """Returns the text of a run of byte tokens as far as no later byte can change it."""
+        # An incremental decoder waits at an incomplete character, and raises where bytes are none.
         try:
             codecs.getincrementaldecoder("utf-8")().decode(self._run)
         except UnicodeDecodeError as error:  # whatever follows, no byte of the run is text
             num_new = len(self._run) - self._num_run_shown
-            broken = slice(error.start, error.end + 1)  # enough to break what follows
+            # The bytes of the error and the one that showed it are kept: with them, the decoder
+            # finds the run broken for as long as it goes on.
+            broken = slice(error.start, error.end + 1)
             self._token_ids[-len(self._run) :] = self._token_ids[-len(self._run) :][broken]
             self._run = self._run[broken]
             self._num_run_shown = len(self._run)
@@ -441,14 +487,17 @@ class TextStream:
 
     def _settle(self) -> str:
         """Returns the text of the run's complete characters; the last becomes the context."""
+        # Only the end of the run can be no UTF-8: an incomplete character.
         whole = self._run.decode(errors="ignore")
         if not whole:
             return ""
         end = len(whole.encode())  # bytes of the run, one for each token
         last = len(whole[-1].encode())
         begin = len(self._token_ids) - len(self._run)
+        # Decoded without the incomplete end, which would make all of it U+FFFD.
         text = self._decode(self._token_ids[: begin + end])
         piece = text[len(os.path.commonprefix([text, self._shown])) :]
+        # Now the ids and the run begin at the same byte.
         self._token_ids = self._token_ids[begin + end - last :]
         self._context = 0
         self._run = self._run[end - last :]
@@ -458,6 +507,8 @@ class TextStream:
 
     def _end_run(self) -> str:
         """Returns what is left of a run of bytes that is no text; one that is becomes text."""
+        # A run that is text is in what `_advance` decodes next, after `_shown`. Of one that is not,
+        # the decoder gives U+FFFD for each byte: those that were not shown are returned here.
         piece = ""
         try:
             self._run.decode()
@@ -507,16 +558,21 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     beside = tokens_beside(path.parent, vocab, added)
     with _library_errors(path, "is not a tokenizer that can be read"):
         library_tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        # A file may keep the lengths of the program that saved it, to which texts would be cut.
         library_tokenizer.no_truncation()
         library_tokenizer.no_padding()
+        # In the order of their ids, which the library gives out itself. Of one that it has, it
+        # takes over the flags.
         library_tokenizer.add_tokens(
             [tokenizers.AddedToken(token.content, **token.flags) for token in beside.values()]
         )
         library_tokenizer.encode("")  # some errors show only here
         has_prefix = _has_prefix_space(library_tokenizer)
     check_prefix_space(path.parent, has_prefix)
+    # In place of what tokenizer.json puts around a text, whatever that is.
     if (around := tokens_around(path.parent)) is not None:
         library_tokenizer.post_processor = _template(path, library_tokenizer, *around)
+    # The end of a turn of a chat model may be said by its name alone.
     stops = stop_token_ids(path.parent)
     if (end := special_tokens(path.parent).get("eos_token")) is not None:
         end_id = library_tokenizer.token_to_id(end)
@@ -527,6 +583,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 def _has_prefix_space(library_tokenizer: Any) -> bool:
     """Returns whether a tokenizer puts a space before a text that begins with a letter."""
+    # Llama 2 prepends it in the normalizer, others in the pre-tokenizer, and several classes of
+    # each do so. A letter that is put through both shows it, whichever it is.
     text = "a"
     if (normalizer := library_tokenizer.normalizer) is not None:
         text = normalizer.normalize_str(text)
@@ -558,6 +616,8 @@ def _template(path: Path, library_tokenizer: Any, first: str | None, last: str |
 @functools.cache
 def _byte_level() -> dict[str, int]:
     """Returns the byte that a character stands for in tokens of GPT-2 and its followers."""
+    # Bytes that are printable characters in Latin-1 stand for themselves. The other 68 are, in
+    # order, the characters from U+0100 on.
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): b for i, b in enumerate(others)}
