@@ -28,7 +28,11 @@ _CONVERTS_16_BITS = jax.__version_info__ < (0, 11)
 def load(
     options: Decoding, prompts: Sequence[str] = ()
 ) -> tuple[Models, list[list[int]], list[int] | None, int]:
-    """Reads what the options name; returns it, ids of each prompt and of the prediction, a budget.
+    """Reads what the options name.
+
+    Returns:
+      The models; the token ids of each prompt; those of the prediction, None without one; and the
+      budget of each request, in tokens.
 
     Raises:
       InputError: a file is missing or wrong, a text would be too long, or a drafter has no such K,

@@ -133,9 +133,9 @@ def options(*several: Option) -> Any:
 def options_of(command: type[Any]) -> list[Option]:
     """Returns the options of a command, in the order of its help."""
     return [
-        dataclasses.replace(one, name=one.name or field.name)
+        dataclasses.replace(row, name=row.name or field.name)
         for field in dataclasses.fields(command)
-        for one in field.metadata.get("options", ())
+        for row in field.metadata.get("options", ())
     ]
 
 
@@ -288,7 +288,7 @@ class _Models:
         return self.configs[0]
 
 
-_DRAFT = "[suffix+]" + "|".join(one.name for one in table.DRAFTERS)
+_DRAFT = "[suffix+]" + "|".join(row.name for row in table.DRAFTERS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

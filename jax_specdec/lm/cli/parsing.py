@@ -47,7 +47,7 @@ class _HasFields(Protocol):
 
 
 _Made = TypeVar("_Made", bound=_HasFields)
-_OF_A_REQUEST = (*(one.name for one in FLAGS), "max_drafts")
+_OF_A_REQUEST = (*(row.name for row in FLAGS), "max_drafts")
 Given = dict[str, Any]
 """What a command line gave, by the names of options; then the fields of its command."""
 
@@ -127,7 +127,7 @@ def _instead_of(unknown: str, command: str | None, parsers: Mapping[str | None, 
     flag = wanted.partition(" ")[0]
     if flag in parsers[command].flags:
         return f"; did you mean {wanted!r}?"
-    owners = [f"jax-specdec {name}" for name, parser in parsers.items() if flag in parser.flags]
+    owners = [f"jax-specdec {owner}" for owner, parser in parsers.items() if flag in parser.flags]
     if owners:
         return f"; {either(owners)} has {wanted}"
     return did_you_mean(name, parsers[command].flags)

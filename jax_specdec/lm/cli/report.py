@@ -81,6 +81,7 @@ def _row(session: Session, run: Run) -> dict[str, object]:
         "temperature": run.temperature,
         "draft": run.drafter,
         "config": None if run.config is None else run.config.to_dict(),
+        # As in `Session.compare`: no stop token ends a sampled text.
         "options": dataclasses.asdict(session.request(run.temperature, stops=run.temperature == 0)),
         "error": run.errors[0] if run.errors else None,
     }

@@ -73,7 +73,7 @@ class Completion:
 
     def add(self, token_ids: list[int], num_accepted: int, num_proposed: int) -> None:
         """Adds the tokens of a step; without any, the request could not be verified."""
-        # The token that the target adds behind the accepted drafts.
+        # Of the last token, which the target adds behind the accepted drafts.
         last_origin = "plain"
         if num_proposed > 0:
             last_origin = "bonus" if num_accepted == num_proposed else "recovered"
@@ -229,8 +229,8 @@ def compilations(on_program: Callable[[str], None]) -> Iterator[list[tuple[float
             return
         end = time.perf_counter()
         begin = end - duration_secs
-        # JAX traces functions while it traces others, so spans lie within each other.
-        # An event is reported when it ends: what came inside of it counts once.
+        # JAX traces functions while it traces others, so spans lie within each other. An event is
+        # reported when it ends: what came inside of it counts once.
         while spans and spans[-1][0] >= begin:
             spans.pop()
         spans.append((begin, end))

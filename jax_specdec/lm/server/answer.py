@@ -399,8 +399,8 @@ class Answer:
     async def _events(self, scope: Scope) -> AsyncIterator[bytes]:
         """Yields the events of a stream; an error is the last one.
 
-        With `include_usage` every event has a `usage`, as in OpenAI's API: null, but for the last
-        one, which has no choices. `[DONE]` says that the stream is whole: after an error it does
+        With `include_usage` every event has a `usage`, as in OpenAI's API: null, but for that of a
+        last event without choices. `[DONE]` says that the stream is whole: after an error it does
         not come. The status is 200 by then, so the error also goes into `scope`, for the counter
         and the log of `app`.
         """

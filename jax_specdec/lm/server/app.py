@@ -114,6 +114,7 @@ class Server:
             # refuses from this number on, and counts the connection that asks.
             limit_concurrency=min(limits.connections, max(8, max_descriptors - 128)) + 1,
             timeout_keep_alive=int(limits.client_seconds),
+            # Nothing here depends on the client's address, or on the scheme.
             proxy_headers=False,
             server_header=False,
             # Errors that are the server's fault are logged below; uvicorn logs nothing.
@@ -125,7 +126,7 @@ class Server:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers who may ask, and counts and logs answers."""
-        # What is counted where no answer begins: the client had left. nginx has this status.
+        # What is counted where no answer begins, because the client has left; nginx's number.
         status = 499
 
         async def send_and_note(message: Message) -> None:
@@ -385,6 +386,7 @@ def _digest(text: bytes) -> bytes:
 
 def _is_loopback(host: str) -> bool:
     """Returns whether a Host header, with or without a port, names this machine."""
+    # [::1]:8000, 127.0.0.1:8000 or localhost:8000
     name = host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
     if name.lower() == "localhost":
         return True

@@ -131,6 +131,7 @@ class Worker:
           ApiError: there are not, now or ever; or the server refuses everybody.
         """
         self.check_open()
+        # Never: status 400, so that no client tries again. Now: 429.
         if num_choices > self.num_places:
             message = f"this server has room for {self.num_places} choices at a time"
             raise ApiError(f"{message}, but the request has {num_choices}", "n")
