@@ -1,4 +1,8 @@
-"""Reads a command line and runs its command."""
+"""Reads a command line and runs its command.
+
+What is wrong with files or options, and a library that is not installed, ends a command with exit
+code 2 and one line on standard error, before anything is printed to standard output.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     # Help, the version and errors of the command line need no extra; the commands do.
     options = parse(arguments, __version__)
     try:
+        # Only what this command needs: `generate` runs without the libraries of a server.
         with extra("serve" if isinstance(options, Serve) else "lm"):
             import rich as rich  # for `terminal`
 
@@ -38,7 +43,9 @@ def _run(arguments: Sequence[str] | None) -> None:
                 from jax_specdec.lm.cli.serve import serve
             else:
                 from jax_specdec.lm.cli.show import show
+        # Before the models, which take long: a file may be missing.
         prompts = [] if isinstance(options, Serve) else read_prompts(options)
+        # Before the first program is compiled.
         if options.compilation_cache:
             keep_compiled_programs()
         if isinstance(options, Serve):

@@ -1,4 +1,8 @@
-"""The models of a command line, and its prompts in their tokens."""
+"""The models of a command line, and its prompts in their tokens.
+
+`show` calls `load`, and `serve` calls `load_served`. What is small is read and checked before the
+weights, which take long.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,11 @@ _CONVERTS_16_BITS = jax.__version_info__ < (0, 11)
 def load(
     options: Decoding, prompts: Sequence[str] = ()
 ) -> tuple[Models, list[list[int]], list[int] | None, int]:
-    """Reads what the options name; returns it, ids of each prompt and of the prediction, a budget.
+    """Reads what the options name.
+
+    Returns:
+      The models; the token ids of each prompt; those of the prediction, None without one; and the
+      budget of each request, in tokens.
 
     Raises:
       InputError: a file is missing or wrong, a text would be too long, or a drafter has no such K,
@@ -40,6 +48,7 @@ def load(
             prediction = text.encode(expected, add_special_tokens=False)
         models = _load(options, text)
         for name, draft in models.drafters.items():
+            # Without drafts the drafter is a lookup all the same, which nobody asks.
             looks = draft.drafter.serves.predictions and name != NO_DRAFTS
             is_used = prediction is None or looks
             must = "look in texts for --prediction, as ngram, suffix and suffix+ do"
@@ -62,6 +71,7 @@ def _input_errors() -> Iterator[None]:
     """Makes an `InputError` of what is raised where a file is missing or wrong."""
     try:
         yield
+    # In one line, as all messages of the command line are.
     except (ImportError, OSError, ValueError) as error:
         raise InputError(" ".join(str(error).split())) from error
 
@@ -72,6 +82,7 @@ def _load(options: Options, text: TargetText, *, history: int = 0) -> Models:
     on_cpu = jax.default_backend() == "cpu"
     if on_cpu and (options.weights or options.draft_weights):
         terminal.log("Weights are not held in int8, which is slower on a CPU.")
+    # Not for the embedded target, whose `tokenizer` is None: it is in float32.
     dtype = options.dtype
     if on_cpu and text.tokenizer is not None and dtype is None and _CONVERTS_16_BITS:
         dtype = "float32"
@@ -105,18 +116,20 @@ def _requests(
     if options.chat:
         assert text.tokenizer is not None  # `--chat` needs `--target`
         encode = text.tokenizer.encode_chat
-        prompts = [encode([{"role": "user", "content": one}]) for one in texts]
+        prompts = [encode([{"role": "user", "content": content}]) for content in texts]
     else:
-        prompts = [text.encode(one) for one in texts]
+        prompts = [text.encode(content) for content in texts]
     where = "" if text.tokenizer is None else shown(text.tokenizer.path)
     for prompt in prompts:
         if not prompt:
             raise ValueError(f"{where} gives no tokens for the prompt")
+        # The two files of a checkpoint need not agree.
         if max(prompt) >= text.vocab_size:
             raise ValueError(
                 f"{where} gives token id {max(prompt)} for the prompt, but {CONFIG_FILE} beside it "
                 f"has vocab_size = {text.vocab_size}"
             )
+    # One budget for all, which the longest prompt bounds.
     longest = max(map(len, prompts), default=0)
     room = text.max_length - longest
     if room < 1:
@@ -139,9 +152,10 @@ def _check_drafts(options: Options, models: Models) -> None:
     for drafter, draft in models.drafters.items():
         for config in options.configs:
             k = config.num_speculative_tokens
-            most = draft.max_drafts
-            must = f"be at most {most} with --draft {drafter.removeprefix(SUFFIX_PREFIX)}"
-            require(most is None or k <= most, name, must, k)
+            limit = draft.max_drafts
+            must = f"be at most {limit} with --draft {drafter.removeprefix(SUFFIX_PREFIX)}"
+            require(limit is None or k <= limit, name, must, k)
+            # What is made here is made again where it is used: this is for the error.
             try:
                 draft.drafting(config, options.tree)
             except ValueError as error:

@@ -1,6 +1,9 @@
 """The options of `jax-specdec generate`, `bench` and `serve`: a dataclass a command.
 
-A field has the flags, the bounds and the help of its option; `parsing` makes all else of them.
+A field has the flags, the bounds and the help of its option in its metadata. `parsing` adds these
+options to a parser, checks what was given, and makes the dataclass of it: an option's value is the
+field of its name, and a few fields (`configs`, `request`) are made of several options. All other
+files of the command line read the dataclass alone.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ class Option:
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Adds it to a parser."""
         how = {"help": self.help, **self.how}
+        # argparse takes no `dest` for an argument that has a place: its name is the first argument.
         if self.flags:
             how["dest"] = self.name
         parser.add_argument(*self.flags or (self.name,), **how)
@@ -113,6 +117,8 @@ def option(*flags: str, default: Any = None, shows_default: bool = False, **how:
       default: where it is not given.
       shows_default: whether the help says so; else the option's own text may.
     """
+    # argparse shows the default that it has, and takes it for given. A tuple stands there as on a
+    # command line: argparse reads a default that is text by the option's type.
     if shows_default:
         is_one = not isinstance(default, tuple)
         how["default"] = default if is_one else ",".join(f"{x:g}" for x in default)
@@ -127,9 +133,9 @@ def options(*several: Option) -> Any:
 def options_of(command: type[Any]) -> list[Option]:
     """Returns the options of a command, in the order of its help."""
     return [
-        dataclasses.replace(one, name=one.name or field.name)
+        dataclasses.replace(row, name=row.name or field.name)
         for field in dataclasses.fields(command)
-        for one in field.metadata.get("options", ())
+        for row in field.metadata.get("options", ())
     ]
 
 
@@ -163,17 +169,18 @@ class _Requests:
         help="""a UTF-8 file that holds what each text is expected to be, or to be near, such as a
             file before an edit: a lookup takes drafts from it""",
     )
+    # An option for each row of a table: filters and penalties.
     request: RequestOptions = options(
         *(
             _option(
-                one.name,
-                flag_of(one.name),
-                type=_INTEGER if one.dtype is np.int32 else _NUMBER,
-                metavar="I" if one.dtype is np.int32 else "F",
-                default=one.neutral,
-                help=one.words,
+                row.name,
+                flag_of(row.name),
+                type=_INTEGER if row.dtype is np.int32 else _NUMBER,
+                metavar="I" if row.dtype is np.int32 else "F",
+                default=row.neutral,
+                help=row.words,
             )
-            for one in FLAGS
+            for row in FLAGS
         )
     )
     max_new_tokens: int | None = option(
@@ -224,6 +231,7 @@ class _Models:
         choices=("int8",),
         help="the same of the draft model or head; texts keep the target's distribution",
     )
+    # One for each K: options of this field are the other fields of a `SpecDecodeConfig`.
     configs: tuple[SpecDecodeConfig, ...] = options(
         _option(
             "rejection_sample_method",
@@ -279,13 +287,14 @@ class _Models:
         return self.configs[0]
 
 
-_DRAFT = "[suffix+]" + "|".join(one.name for one in table.DRAFTERS)
+_DRAFT = "[suffix+]" + "|".join(row.name for row in table.DRAFTERS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _OneDrafter:
     """The drafter of `generate` and `serve`, and how much it drafts."""
 
+    # Tuples of one: `bench` has several, and all else reads both alike.
     drafters: tuple[str, ...] = option(
         "--draft",
         default=(),
@@ -331,6 +340,7 @@ class Generate(_OneDrafter, _Models, _Requests):
         help="""change no bit of a text: it is that of plain decoding with --exact and the same K.
             The rule is then agreement""",
     )
+    # Goes into `request`, too. Its bounds depend on K and --tree, so `parsing` checks them.
     max_drafts: int | None = option(
         "--max-drafts",
         type=_INTEGER,
@@ -347,6 +357,8 @@ class Generate(_OneDrafter, _Models, _Requests):
         metavar="T",
         help="0 is greedy",
     )
+    # `nargs="?"` takes what follows for its number, also where that is a prompt: so its message
+    # says where a prompt goes.
     repeats: int | None = option(
         "--compare",
         low=1,
@@ -418,6 +430,7 @@ class Serve(_OneDrafter, _Models):
         Qwen2 and Qwen3 families, to clients of OpenAI's API. Ctrl-C and SIGTERM finish what runs
         and end; a second one ends at once."""
 
+    # `parsing` makes --target of it.
     checkpoint: str | None = option(nargs="?", metavar="DIR", help="the same as --target DIR")
     host: str = option(
         "--host",

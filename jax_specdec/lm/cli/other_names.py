@@ -1,4 +1,7 @@
-"""What servers and tools of others call their options, and what to write here."""
+"""What servers and tools of others call their options, and what to write here.
+
+`parsing` ends its message about an unknown option with what this table has for it.
+"""
 
 from __future__ import annotations
 

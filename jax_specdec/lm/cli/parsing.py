@@ -1,4 +1,10 @@
-"""From a command line to the options of its command, checked before anything runs."""
+"""From a command line to the options of its command, checked before anything runs.
+
+argparse reads the words of a command line by the table in `options`. What was given is then a
+dictionary, `given`, by the names of options. `_check` adds what follows from it (target, drafters,
+rule, numbers of drafts), raises where options contradict each other, and makes the dataclass. What
+is not in `given` has the default of its field, so `"tree" in given` says that --tree was given.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +48,7 @@ class _HasFields(Protocol):
 
 
 _Made = TypeVar("_Made", bound=_HasFields)
-_OF_A_REQUEST = (*(one.name for one in FLAGS), "max_drafts")
+_OF_A_REQUEST = (*(row.name for row in FLAGS), "max_drafts")
 Given = dict[str, Any]
 """What a command line gave, by the names of options; then the fields of its command."""
 
@@ -66,27 +72,30 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
             argument_default=argparse.SUPPRESS,  # what is not given is absent
         )
-        for one in options_of(kind):
-            one.add_to(parsers[kind.command])
+        for row in options_of(kind):
+            row.add_to(parsers[kind.command])
     words = sys.argv[1:] if arguments is None else list(arguments)
+    # argparse would say that the command is missing.
     if words and words[0].startswith("-") and words[0] not in parser.flags:
         parser.error(f"{words[0]} must come after a command, as in jax-specdec generate {words[0]}")
-    found, unknown = parser.parse_known_args(words)
-    given = vars(found)
+    # Unknown options come back, so that the message can say what to write instead.
+    namespace, unknown = parser.parse_known_args(words)
+    given = vars(namespace)
     name = given.pop("command")
-    own = parsers[name]
+    command_parser = parsers[name]
     if unknown:
-        hints = (_instead_of(one, name, parsers) for one in unknown)
+        hints = (_instead_of(word, name, parsers) for word in unknown)
         hint = next(filter(None, hints), "")
-        own.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        command_parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    # `jax-specdec` alone: help, on standard output, with exit code 0.
     if name is None:
         parser.print_help()
         parser.exit()
-    (kind,) = (one for one in COMMANDS if one.command == name)
+    (kind,) = (command for command in COMMANDS if command.command == name)
     try:
         return _check(kind, given)
     except (TypeError, ValueError) as error:
-        own.error(str(error))
+        command_parser.error(str(error))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,6 +105,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **how)
 
     def error(self, message: str) -> NoReturn:
+        """Writes a message to standard error, and exits with code 2."""
+        # argparse would write its usage, which is long, before it.
         terminal.log(f"{self.prog}: {' '.join(message.split())}")
         sys.exit(2)
 
@@ -107,14 +118,17 @@ class _Parser(argparse.ArgumentParser):
 
 def _instead_of(unknown: str, command: str | None, parsers: Mapping[str | None, _Parser]) -> str:
     """Returns how a message about an unknown option ends: with what to write instead, if known."""
+    # --max_num_seqs=8 is --max-num-seqs.
     name = unknown.partition("=")[0].replace("_", "-")
+    # An option, maybe with a value, or a sentence; or the name itself, of which nothing is known.
     wanted = OTHER_NAMES.get(name, name)
     if not wanted.startswith("--"):
         return f"; {wanted}" if wanted != name else ""
+    # This command has the option; or others have; or one of this command's is near it.
     flag = wanted.partition(" ")[0]
     if flag in parsers[command].flags:
         return f"; did you mean {wanted!r}?"
-    owners = [f"jax-specdec {name}" for name, parser in parsers.items() if flag in parser.flags]
+    owners = [f"jax-specdec {owner}" for owner, parser in parsers.items() if flag in parser.flags]
     if owners:
         return f"; {either(owners)} has {wanted}"
     return did_you_mean(name, parsers[command].flags)
@@ -126,21 +140,25 @@ def _check(kind: type[Options], given: Given) -> Options:
     Raises:
       TypeError, ValueError: the sentence names an option of the command line.
     """
-    for one in options_of(kind):
-        if one.ends is not None and one.name in given:
-            check_int(one.flags[-1], given[one.name], *one.ends)
+    for row in options_of(kind):
+        if row.ends is not None and row.name in given:
+            check_int(row.flags[-1], given[row.name], *row.ends)
+    # The order below matters: drafters depend on the target, the rule on the drafters, and the
+    # numbers of drafts on the rule.
     for temperature in given.get("temperatures", ()):
         TEMPERATURE.range.check("--temperature", temperature)
     require(all(given.get("prompts", ())), "the prompt", "not be empty", "")
     _check_target(given)
+    # `bench` has its plain decoding beside every K.
     if given.get("ks") == (0,) and kind is not Bench:
         given["drafters"] = (NO_DRAFTS,)
         del given["ks"]  # the config of plain decoding has the default
     _check_drafters(kind, given)
     _choose_rule(kind, given)
-    most = _check_numbers(given)
+    limit = _check_numbers(given)
     if "max_drafts" in given:
-        check_int("--max-drafts", given["max_drafts"], 0, most)
+        check_int("--max-drafts", given["max_drafts"], 0, limit)
+    # What `_fields` makes replaces what was given by the same names.
     return _made(kind, given | _fields(kind, given))
 
 
@@ -163,6 +181,7 @@ def _check_target(given: Given) -> None:
 def _check_drafters(kind: type[Options], given: Given) -> None:
     """Sets the names of drafters, each once, and checks that the target can have them."""
     has_target = "target" in given
+    # Models and heads of the package are for its own target; a lookup is for every one.
     default = ("ngram",) if has_target else ("model", "ngram") if kind is Bench else ("model",)
     drafters = tuple(dict.fromkeys(given.get("drafters", default)))
     given["drafters"] = drafters
@@ -173,6 +192,7 @@ def _check_drafters(kind: type[Options], given: Given) -> None:
     if NO_DRAFTS in drafters:
         if kind is Bench or "repeats" in given:
             raise ValueError(f"--draft {NO_DRAFTS} is plain decoding, which is compared anyway")
+        # `generate` reads this. `serve`, which has no such field, reads the drafter's name.
         given["max_drafts"] = 0
     if "draft_weights" in given and not any(kind_of(x).has_weights for x in drafters):
         raise ValueError("--draft-weights needs a draft model or a head")
@@ -183,6 +203,7 @@ def _choose_rule(kind: type[Options], given: Given) -> None:
     # Drafts of lookup have no distribution: agreement accepts as many, and no text depends on them.
     is_lookup = kind is Serve and not any(kind_of(x).has_weights for x in given["drafters"])
     needs_agreement = "tree" in given or is_lookup or "exact" in given
+    # The default alone: a rule that was given stays, and is refused below where it cannot be.
     method = "agreement" if needs_agreement else "standard"
     method = given.setdefault("rejection_sample_method", method)
     for name in ("tree", "prompts_in_steps"):
@@ -200,6 +221,7 @@ def _check_numbers(given: Given) -> int:
     if "tree" not in given:
         given["ks"] = tuple(dict.fromkeys(given.get("ks", (DEFAULT_K,))))
         return int(given["ks"][0])
+    # A path holds at most all nodes but the newest token.
     size = given["tree"]
     given["ks"] = tuple(dict.fromkeys(given.get("ks", (min(DEFAULT_K, size - 1),))))
     for draft in given["drafters"]:
@@ -218,8 +240,10 @@ def _check_numbers(given: Given) -> int:
 def _fields(kind: type[Options], given: Given) -> Given:
     """Returns the fields of a command that are not what was given."""
     configs = tuple(_config(given, k) for k in given["ks"])
+    # Clients of a server bring the rest with each request.
     if kind is Serve:
         return {"configs": configs}
+    # Lists become tuples, since options are frozen; of equal temperatures one is enough.
     fields = {
         "configs": configs,
         "request": _made(RequestOptions, {x: given[x] for x in _OF_A_REQUEST if x in given}),
@@ -239,6 +263,7 @@ def _config(given: Given, k: int) -> SpecDecodeConfig:
       ValueError: a value is out of range, or rates do not go with the rule.
     """
     is_synthetic = given["rejection_sample_method"] == "synthetic"
+    # The length and the rates are two ways to say the same: exactly one of them is needed.
     rates = [name for name in given if name.startswith("synthetic_")]
     if rates and not is_synthetic:
         raise ValueError(f"{flag_of(rates[0])} needs --method synthetic")
@@ -252,6 +277,7 @@ def _config(given: Given, k: int) -> SpecDecodeConfig:
 def _made(cls: type[_Made], given: Given) -> _Made:
     """Returns an object of those of its fields that were given; errors name options."""
     names = [field.name for field in dataclasses.fields(cls) if field.name in given]
+    # The library's errors name fields; a user has options.
     try:
         return cls(**{name: given[name] for name in names})
     except ValueError as error:

@@ -1,4 +1,8 @@
-"""How a command ends when a signal asks it to, its pipe is closed or the disk is full."""
+"""How a command ends when a signal asks it to, its pipe is closed or the disk is full.
+
+The main thread waits and handles signals; `command` gives the work of a command to `run_to_end`,
+which does it in another thread. `serve` takes the first signal for itself by `handling_interrupt`.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +53,7 @@ def run_to_end(work: Callable[[], None]) -> None:
         except BaseException as error:
             outcome.append(error)
 
+    # A daemon: Python's exit must not wait for it after an error of the main thread.
     thread = threading.Thread(target=run, daemon=True)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     # What the caller ignores, or handles outside of Python, stays.
@@ -59,6 +64,7 @@ def run_to_end(work: Callable[[], None]) -> None:
         thread.start()
         while thread.is_alive():
             thread.join(0.1)  # some systems handle interrupts only between waits
+        # Also a SystemExit, whose code is then the process's: in its own thread it would be lost.
         if outcome:
             raise outcome[0]
     except BrokenPipeError:  # the reader of the output has left
@@ -79,17 +85,21 @@ def _drop_unwritten() -> None:
         try:
             stream.flush()
         except OSError:
+            # What the buffer still holds is written to nowhere, at exit.
             with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
     """Does what `handling_interrupt` was given, or ends, whatever other threads are doing."""
+    # Taken away when it is called: the second interrupt ends the process.
     if _on_interrupt:
         _on_interrupt.pop()()
         return
+    # Text that was decoded is shown, and a moving line of the terminal is left as it is.
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         terminal.leave_line()
     terminal.log("jax-specdec: interrupted")
+    # Not `sys.exit`: the other thread may be within XLA, which Python cannot interrupt.
     os._exit(128 + number)  # the code names the signal

@@ -1,4 +1,7 @@
-"""Where prompts come from: the command line, files, standard input."""
+"""Where prompts come from: the command line, files, standard input.
+
+`command` reads the prompts before anything is loaded; `models` reads a prediction by `read_file`.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ def read_prompts(options: Decoding) -> list[str]:
                 "a prompt is needed: an argument, --prompt-file FILE, or standard input (-)"
             )
         return [read_file("-")]
+    # A second reader would find nothing.
     if [*options.prompts, *options.prompt_files, options.prediction].count("-") > 1:
         raise InputError("standard input (-) can be read once, but is asked for twice")
     prompts = [read_file(text) if text == "-" else text for text in options.prompts]
@@ -44,14 +48,17 @@ def read_file(name: str, what: str = "the prompt") -> str:
         if name == "-":
             if sys.stdin is None:
                 raise InputError("standard input is closed")
+            # Not to standard output, which has texts alone.
             if sys.stdin.isatty():
                 print(f"Type {what}; Ctrl-D ends it.", file=sys.stderr)
+            # One byte more than may be there, so that more is noticed.
             data = sys.stdin.buffer.read(_MAX_BYTES + 1)
         else:
             with open(name, "rb") as file:
                 data = file.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
             raise InputError(f"{where} must hold at most {_MAX_BYTES} bytes, but holds more")
+        # Without the mark that some editors write first (U+FEFF).
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(

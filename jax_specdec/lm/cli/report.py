@@ -1,4 +1,7 @@
-"""The table and the JSON of a comparison with plain decoding, for `bench` and `--compare`."""
+"""The table and the JSON of a comparison with plain decoding, for `bench` and `--compare`.
+
+`show` prints the table; JSON is one line on standard output. Both have a row for each `Run`.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,11 @@ def table(options: Decoding, done: list[Run]) -> Table:
             f"{run.temperature:g}",
             Text(terminal.printable(run.drafter or "plain")),
             "" if config is None else f"{config.num_speculative_tokens}",
+            # Tokens, tokens per target pass, mean acceptance length, tokens per second.
             *(["-"] * 4 if run.errors else _figures(run)),
             "" if config is None or run.speedup is None else f"{run.speedup:.2f}x",
             run.identity,
+            # A line after the last row of each temperature: plain decoding begins the next one.
             end_section=i + 1 == len(done) or done[i + 1].config is None,
         )
     return rows
@@ -52,9 +57,9 @@ def table(options: Decoding, done: list[Run]) -> Table:
 def _figures(run: Run) -> list[str]:
     """Returns the cells of a run: its tokens, how many a pass emitted, and how fast."""
     stats = run.stats
-    error = "" if run.standard_error is None else f" \u00b1{run.standard_error:.2f}"
-    length = f"{stats.tokens_per_target_pass:.2f}{error}"
-    return [f"{run.num_tokens}", length, stats.length_text, f"{run.tokens_per_second:.0f}"]
+    plus_minus = "" if run.standard_error is None else f" \u00b1{run.standard_error:.2f}"
+    per_pass = f"{stats.tokens_per_target_pass:.2f}{plus_minus}"
+    return [f"{run.num_tokens}", per_pass, stats.length_text, f"{run.tokens_per_second:.0f}"]
 
 
 def write_json(session: Session, found: dict[str, object], runs: list[Run] | None) -> None:
@@ -70,12 +75,13 @@ def write_json(session: Session, found: dict[str, object], runs: list[Run] | Non
 
 def _row(session: Session, run: Run) -> dict[str, object]:
     """Returns one way of decoding for JSON: without figures if it has failed."""
-    found = run.differences
-    differences = None if found is None else [dataclasses.asdict(one) for one in found]
+    of_run = run.differences
+    differences = None if of_run is None else [dataclasses.asdict(first) for first in of_run]
     row: dict[str, object] = {
         "temperature": run.temperature,
         "draft": run.drafter,
         "config": None if run.config is None else run.config.to_dict(),
+        # As in `Session.compare`: no stop token ends a sampled text.
         "options": dataclasses.asdict(session.request(run.temperature, stops=run.temperature == 0)),
         "error": run.errors[0] if run.errors else None,
     }

@@ -1,4 +1,9 @@
-"""What the commands do: decode the prompts, stream their texts, time both kinds of decoding."""
+"""What `generate` and `bench` do: decode prompts, stream their texts, time both kinds of decoding.
+
+Nothing is printed here. `show` makes a `Session` of the models that `models` has loaded. It prints
+the `Completion`s of `Session.begin` while it takes the steps, and gives the `Run`s of
+`Session.compare` to `report`.
+"""
 
 from __future__ import annotations
 
@@ -68,12 +73,14 @@ class Completion:
 
     def add(self, token_ids: list[int], num_accepted: int, num_proposed: int) -> None:
         """Adds the tokens of a step; without any, the request could not be verified."""
-        own = "plain"
+        # Of the last token, which the target adds behind the accepted drafts.
+        last_origin = "plain"
         if num_proposed > 0:
-            own = "bonus" if num_accepted == num_proposed else "recovered"
+            last_origin = "bonus" if num_accepted == num_proposed else "recovered"
         # Of what was accepted, a stop token or the budget may have cut the end off.
-        origins = [*["accepted"] * num_accepted, own][: len(token_ids)]
+        origins = [*["accepted"] * num_accepted, last_origin][: len(token_ids)]
         self.origins += origins
+        # A piece for each token, so that each has its colour; a stop token counts, without a piece.
         self.pieces += [
             TextPiece(self._stream.decode([token]), origin)
             for token, origin in zip(token_ids, origins, strict=True)
@@ -82,8 +89,9 @@ class Completion:
         self.has_failed = not token_ids
         is_full = len(self.origins) >= self._budget
         self.is_done = self.has_failed or is_full or token_ids[-1] in self._stop_token_ids
-        if self.is_done and (rest := self._stream.decode([], final=True)):
-            self.pieces.append(TextPiece(rest, own))
+        # U+FFFD for a character that the text ends within.
+        if self.is_done and (ending := self._stream.decode([], final=True)):
+            self.pieces.append(TextPiece(ending, last_origin))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +155,7 @@ class Run:
     def stats(self) -> AcceptanceStats:
         """Acceptance, over all seeds."""
         steps = [output.steps for output in self.outputs]
+        # [S, B, ...] of each seed, which has its own S -> [sum of S, B, ...]
         return AcceptanceStats.from_steps(jax.tree.map(lambda *x: np.concatenate(x), *steps))
 
     @property
@@ -157,6 +166,7 @@ class Run:
     @property
     def num_target_passes(self) -> int:
         """Target passes over all seeds, without those that read the prompts."""
+        # Arrays of a record are [S, B, ...]: a step is one pass for all requests.
         return sum(len(output.steps.num_kept) for output in self.outputs)
 
     @property
@@ -176,11 +186,11 @@ class Run:
         """The standard error of tokens per target pass over seeds; None without several."""
         if self.config is None or len(self.outputs) < 2:
             return None
-        each = [
+        tokens_per_pass = [
             AcceptanceStats.from_steps(output.steps).tokens_per_target_pass
             for output in self.outputs
         ]
-        return statistics.stdev(each) / math.sqrt(len(each))
+        return statistics.stdev(tokens_per_pass) / math.sqrt(len(tokens_per_pass))
 
     @property
     def is_identical(self) -> bool | None:
@@ -219,7 +229,8 @@ def compilations(on_program: Callable[[str], None]) -> Iterator[list[tuple[float
             return
         end = time.perf_counter()
         begin = end - duration_secs
-        # An event is reported when it ends: what came inside of it counts once.
+        # JAX traces functions while it traces others, so spans lie within each other. An event is
+        # reported when it ends: what came inside of it counts once.
         while spans and spans[-1][0] >= begin:
             spans.pop()
         spans.append((begin, end))
@@ -264,10 +275,11 @@ class Session:
         """
         text = self.models.text
         texts = [
-            Completion(text.stream(one), text.stop_token_ids, self.max_new_tokens)
-            for one in self.prompts
+            Completion(text.stream(prompt), text.stop_token_ids, self.max_new_tokens)
+            for prompt in self.prompts
         ]
 
+        # The program that reads prompts is called as soon as it is compiled.
         def on_program(name: str) -> None:
             if "prefill" in name:
                 say(f"reading {sum(map(len, self.prompts))} prompt tokens")
@@ -275,6 +287,8 @@ class Session:
         say("compiling")
         steps = self._steps(texts)
         begin = time.perf_counter()
+        # `_steps` is a generator: here requests are laid out, both programs are compiled, and the
+        # prompts are read.
         with compilations(on_program) as spans:
             first = next(steps)
         seconds = time.perf_counter() - begin
@@ -293,6 +307,7 @@ class Session:
         )
         for record in steps:
             for b, text in enumerate(texts):
+                # A step goes on with all requests until the last has ended. token_ids [B, K + 1].
                 if not text.is_done:
                     token_ids = record.token_ids[b, : int(record.num_kept[b])].tolist()
                     text.add(token_ids, int(record.num_accepted[b]), int(record.num_proposed[b]))
@@ -318,9 +333,11 @@ class Session:
         plain = Run(temperature)
         kinds = itertools.product(self.options.drafters, self.options.configs)
         runs = [plain, *(Run(temperature, *kind, plain) for kind in kinds)]
+        # Seeds: the compiling run and the first that is timed have the first one.
         for repeat in range(repeats + 1):  # the first compiles
             for run in runs:
                 on_run(f"timing: {run.name} at temperature {temperature:g}")
+                # It has its turn on the progress bar all the same.
                 if run.errors:
                     continue
                 number = max(repeat - 1, 0) if temperature > 0 else 0
@@ -329,6 +346,7 @@ class Session:
                     output = self._generate(run, (self.options.seed + number) % 2**32)
                     if repeat > 0:
                         run.seconds.append(time.perf_counter() - begin)
+                    # Greedy texts are the same in each run: one is kept.
                     if repeat == 1 or (repeat > 1 and temperature > 0):
                         run.outputs.append(output)
         for run in runs:
@@ -360,6 +378,8 @@ class Session:
         options = self.request(run.temperature, stops=run.temperature == 0)
         key = jax.random.key(np.uint32(seed))
         exact = self.options.exact
+        # Plain decoding has the first config: its rule decides how tokens are drawn, and under
+        # --exact its K how many rows a pass has.
         if run.drafter is None or run.config is None:
             config = self.options.config
             return generate_plain(
@@ -370,6 +390,7 @@ class Session:
 
     def _differences(self, run: Run) -> list[GreedyDifference] | None:
         """Returns how greedy texts differ from those of plain decoding; None if they may."""
+        # Synthetic acceptance emits what the target would not.
         is_synthetic = self.options.config.rejection_sample_method == "synthetic"
         plain = run.plain
         if plain is None or run.errors or plain.errors or run.temperature > 0 or is_synthetic:
@@ -384,6 +405,7 @@ class Session:
 
     def _drafting(self, name: str, config: SpecDecodeConfig) -> _Drafting:
         """Returns the arguments of `generate` that say how it drafts."""
+        # With trees the config becomes that of all nodes, and K the depth of the drafter's trees.
         draft = self.models.drafters[name]
         drafter, config = draft.drafting(config, self.options.tree)
         return {"drafter": drafter, "draft_params": draft.params, "config": config}

@@ -1,4 +1,9 @@
-"""`jax-specdec serve`: loads and compiles, then serves until Ctrl-C or SIGTERM."""
+"""`jax-specdec serve`: loads and compiles, then serves until Ctrl-C or SIGTERM.
+
+In the order of what can go wrong soonest: the key, the address, the models, the engine, all of its
+programs, and then the loop of `server.app`. One line goes to standard output, the address, when
+clients are answered: a script may wait for it. All else is on standard error.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +42,7 @@ def serve(options: Serve) -> None:
       InputError: a file or an option is wrong, or the address cannot be had.
     """
     key = _read_key(options)
+    # Before the models, which take long: a port may be in use.
     listener, is_local = _bind(options, key)
     with listener:
         with terminal.progress("loading the models"):
@@ -44,12 +50,15 @@ def serve(options: Serve) -> None:
         driver = make_driver(options, models)
         begin = time.monotonic()
 
+        # Called before the first program, too.
         def on_progress(done: int, total: int) -> None:
             if done:
                 terminal.log(
                     f"compiled {done} of {total} programs, {time.monotonic() - begin:.1f} s"
                 )
 
+        # Clients may send schemas, if the server can have them. On CPUs what only some requests
+        # need is compiled behind the first answers.
         driver.warm_up(on_progress, grammars=True, behind=True)
         default = "jax-specdec" if options.target is None else options.target.resolve().name
         # Answers are UTF-8, but what the system names a file or an argument need not be.
@@ -62,11 +71,14 @@ def serve(options: Serve) -> None:
         server = Server(
             models.text, driver, model_name=name, key=key, is_local=is_local, limits=limits
         )
+        # A collection stops all threads: the one that steps the driver, too.
         gc.collect()
         gc.freeze()  # what is there now stays, and takes .1 s to be looked at
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
+        # From here on the first signal calls `stop`, in the main thread, and the second one ends
+        # the process; up to here the first one did.
         with process.handling_interrupt(server.stop):
             ready = functools.partial(terminal.write, f"Serving {name} at {url}\n")
             try:
@@ -96,9 +108,13 @@ def make_driver(options: Serve, models: Models) -> lm.EngineDriver:
     if options.drafters == (NO_DRAFTS,):
         budget = (0,)
     elif options.tree is not None:
+        # Of trees these are nodes beside the newest token: none, as many as a chain, half a tree, a
+        # tree.
         budget = tuple(sorted({0, k, max(k, options.tree // 2 - 1), options.tree - 1}))
     elif not options.exact and (agrees or jax.default_backend() == "cpu"):
-        budget = (0, k)  # of `exact` both cost the same
+        # By agreement the driver chooses. Under other rules it keeps to K (`is_fixed` below), and
+        # on CPUs the status line says where none would be faster. Of `exact` both cost the same.
+        budget = (0, k)
     engine = lm.Engine(
         models.target.model,
         drafter,
@@ -108,15 +124,18 @@ def make_driver(options: Serve, models: Models) -> lm.EngineDriver:
         # Short chunks let running requests go on sooner; `exact` reads prompts by one program.
         prefill_sizes=(64, 128, 256) if length > 256 and not options.exact else None,
         request_options=True,
+        # Arrays for what clients may send; a prediction is at most as long as a text.
         option_sizes=lm.OptionSizes(
             logit_bias=MAX_BIASES, prediction=length if drafter.serves.predictions else 0
         ),
+        # Every request has those of the model; clients name none by their ids.
         max_stop_tokens=max(8, len(models.text.stop_token_ids)),
         draft_budget=budget,
         logprobs=logprobs,
         exact=options.exact,
         prefix_caching=options.prefix_caching == "on",
     )
+    # After the engine, which makes the sizes of its `max_length`.
     size = options.chunk_size
     if size not in (None, *engine.chunk_sizes):
         sizes = ", ".join(map(str, engine.chunk_sizes))
@@ -143,6 +162,7 @@ def _read_key(options: Serve) -> str | None:
     else:
         where = shown(options.api_key_file)
         try:
+            # One character more than a key may have.
             with options.api_key_file.open(encoding="utf-8") as file:
                 key = file.read(4097)
         except UnicodeDecodeError:
@@ -167,6 +187,7 @@ def _bind(options: Serve, key: str | None) -> tuple[socket.socket, bool]:
         family, kind, protocol, _, address = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
+        # The address that a name has, not the name, says who can reach it. %eth0 is no part of it.
         is_local = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
         if not is_local and key is None:
             raise InputError(
@@ -174,9 +195,11 @@ def _bind(options: Serve, key: str | None) -> tuple[socket.socket, bool]:
             )
         with contextlib.ExitStack() as undo:
             listener = undo.enter_context(socket.socket(family, kind, protocol))
+            # A server that is started again gets its port though old connections linger.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen()
+            # All went well: the listener stays open.
             undo.pop_all()
         return listener, is_local
     except (OSError, UnicodeError) as error:

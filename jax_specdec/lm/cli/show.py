@@ -1,4 +1,10 @@
-"""What `generate` and `bench` print: text in colours, a line of statistics, a table, or JSON."""
+"""What `generate` and `bench` print: text in colours, a line of statistics, a table, or JSON.
+
+`command` calls `show`, which loads the models, has a `Session` decode, and prints what comes. What
+was asked for goes to standard output, so that a pipe gets it alone: texts, tables, JSON. What is
+about the run goes to standard error: progress, statistics, and why something failed. Exit codes are
+set last, when all has been printed.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +60,7 @@ class Printer:
             for piece in text.pieces[self._num_shown :]:
                 terminal.write(piece.text, STYLES[piece.origin])
             self._num_shown = len(text.pieces)
+            # The texts after this one are kept until it has ended.
             if not text.is_done:
                 return
             terminal.write("\n")
@@ -63,6 +70,7 @@ class Printer:
                 self._print_head()
 
     def _print_head(self) -> None:
+        # Alone, a text is printed as it is, for a pipe.
         total = len(self._prompts)
         if total > 1:
             terminal.write(f"==> {self._now + 1} of {total} <==\n", "bold")
@@ -88,7 +96,9 @@ def _show_text(options: Generate, prompts: list[str]) -> None:
     """Streams the texts, then prints one line of statistics, or compares with plain decoding."""
     compares = options.repeats is not None
     session, stream, preparing = _begin(options, prompts)
+    # When the first step was there, and when the text of each step was printed: S + 1 times.
     times = [time.perf_counter()]
+    # --compare explains the colours, and sets the text apart from its table.
     if compares:
         legend = Text("Tokens:")
         for name, style in STYLES.items():
@@ -97,10 +107,11 @@ def _show_text(options: Generate, prompts: list[str]) -> None:
         terminal.show(legend)
         terminal.show_rule()
     printer = Printer(prompts, stream.texts, with_prompts=options.shows_prompts)
-    seen: list[StepRecord] = []
+    records: list[StepRecord] = []
+    # The first step was taken by `_begin`; each other one is taken here, when it is asked for.
     for record in stream.steps:
         printer.print_new()
-        seen.append(record)
+        records.append(record)
         times.append(time.perf_counter())
     runs: list[Run] = []
     if compares:
@@ -114,8 +125,8 @@ def _show_text(options: Generate, prompts: list[str]) -> None:
             f"that, {preparing:.1f} s to load and compile",
             "dim",
         )
-        _log_statistics(stacked(seen), stream.texts, times[-1] - times[0])
-        _log_loss(seen, times)
+        _log_statistics(stacked(records), stream.texts, times[-1] - times[0])
+        _log_loss(records, times)
     if options.config.rejection_sample_method == "synthetic":
         terminal.log("Synthetic acceptance: the text is not the target's.")
     _check_verified(stream.texts)
@@ -125,8 +136,9 @@ def _show_text(options: Generate, prompts: list[str]) -> None:
 def _show_json(options: Generate, prompts: list[str]) -> None:
     """Prints one JSON object with the texts, their pieces' origins and the figures."""
     session, stream, preparing = _begin(options, prompts)
+    # All steps are taken before anything is printed: one object, or none.
     records = stacked(list(stream.steps))
-    found: dict[str, object] = {
+    result: dict[str, object] = {
         "requests": [
             {
                 "prompt": prompt,
@@ -148,7 +160,7 @@ def _show_json(options: Generate, prompts: list[str]) -> None:
         **AcceptanceStats.from_steps(records).to_dict(),
     }
     runs = [] if options.repeats is None else _compare(session)
-    report.write_json(session, found, runs or None)
+    report.write_json(session, result, runs or None)
     _check_verified(stream.texts)
     _check_runs(options, runs)
 
@@ -163,9 +175,10 @@ def _show_bench(options: Bench, prompts: list[str]) -> None:
         _check_runs(options, runs)
         return
     terminal.show(report.table(options, runs))
+    # One phrase for each temperature, of what has not failed; runs are in the order of these.
     fastest = []
-    able = [one for one in runs if one.speedup is not None]
-    for temperature, group in itertools.groupby(able, lambda x: x.temperature):
+    comparable = [run for run in runs if run.speedup is not None]
+    for temperature, group in itertools.groupby(comparable, lambda x: x.temperature):
         best = max(group, key=lambda run: run.tokens_per_second)
         speed = "" if best.plain is None else f" ({best.speedup:.2f} times plain decoding)"
         fastest.append(f"{best.name}{speed} at temperature {temperature:g}")
@@ -188,14 +201,17 @@ def _check_verified(texts: list[Completion]) -> None:
     """Exits with code 1 and one line if a text broke off."""
     broken = [str(b + 1) for b, text in enumerate(texts) if text.has_failed]
     if broken:
-        of = f" {', '.join(broken)} of {len(texts)}" if len(texts) > 1 else ""
-        terminal.log(f"jax-specdec: text{of} broke off: the target's logits there are not finite")
+        which = f" {', '.join(broken)} of {len(texts)}" if len(texts) > 1 else ""
+        terminal.log(
+            f"jax-specdec: text{which} broke off: the target's logits there are not finite"
+        )
         sys.exit(1)
 
 
 def _begin(options: Generate, prompts: list[str]) -> tuple[Session, StartedTexts, float]:
     """Returns a session, its texts, and the seconds to load and to compile."""
     begin = time.perf_counter()
+    # The moving line is gone before the first text is printed.
     with terminal.progress(LOADING) as say:
         session = Session(options, *load(options, prompts))
         loading = time.perf_counter() - begin
@@ -206,11 +222,12 @@ def _begin(options: Generate, prompts: list[str]) -> tuple[Session, StartedTexts
 def _log_statistics(steps: StepRecord, texts: list[Completion], seconds: float) -> None:
     """Writes one line about all steps, which came in so many seconds after the first."""
     stats = AcceptanceStats.from_steps(steps)
-    kept = np.asarray(steps.num_kept)  # [S, B]
+    num_kept = np.asarray(steps.num_kept)  # [S, B]
     origins = collections.Counter(origin for text in texts for origin in text.origins)
     # The first step is not timed: it includes compiling.
-    speed = f" at {kept[1:].sum() / seconds:.0f} per second" if len(kept) > 1 else ""
-    terminal.write(f"{kept.sum()} tokens{speed}: ", "dim", stream=sys.stderr)
+    speed = f" at {num_kept[1:].sum() / seconds:.0f} per second" if len(num_kept) > 1 else ""
+    # One line in pieces, each origin in the colour of its tokens; `log` ends it.
+    terminal.write(f"{num_kept.sum()} tokens{speed}: ", "dim", stream=sys.stderr)
     for i, name in enumerate(name for name in STYLES if origins[name]):
         terminal.write(", " if i else "", "dim", stream=sys.stderr)
         terminal.write(f"{origins[name]} {name}", STYLES[name], stream=sys.stderr)
@@ -231,12 +248,14 @@ def _log_loss(seen: list[StepRecord], times: list[float]) -> None:
       times: when the first one was there, and when the text of each was printed.
     """
     # [S - 1]: of all but the first step, which was taken before the first time
-    kept = np.array([record.num_kept.sum() for record in seen[1:]])
+    num_kept = np.array([record.num_kept.sum() for record in seen[1:]])
     is_plain = np.array([not record.num_proposed.any() for record in seen[1:]], bool)
+    # [S + 1] -> [S] -> [S - 1]
     seconds = np.diff(times)[1:]
+    # Of one request alone, for which plain decoding takes a step for each token.
     if seen[0].num_kept.size > 1 or is_plain.sum() < _LEAST_PLAIN:
         return
-    plain = float(np.median(seconds[is_plain]) * kept.sum())
+    plain = float(np.median(seconds[is_plain]) * num_kept.sum())
     if seconds.sum() > max(_LEAST_LOSS * plain, plain + _LEAST_SECONDS):
         terminal.log(
             f"Drafts cost more than they brought: {seconds.sum():.1f} s, and about {plain:.1f} s "
@@ -250,4 +269,4 @@ def _compare(session: Session) -> list[Run]:
     temperatures = session.options.temperatures
     total = len(temperatures) * session.num_runs
     with terminal.progress("timing", total) as on_run:
-        return [x for one in temperatures for x in session.compare(one, on_run)]
+        return [run for temperature in temperatures for run in session.compare(temperature, on_run)]

@@ -1,4 +1,10 @@
-"""The server: who may ask, what for, and the loop around it."""
+"""The server: who may ask, what for, and the loop around it.
+
+`cli.serve` makes a `Server` of models and a driver, and runs it. uvicorn makes a task for each
+request, in one event loop, and calls `Server.__call__` there: host and key are checked, Starlette
+finds the path, and `_complete` does what a request for text needs. Whatever takes long is awaited:
+JSON and tokenizers in threads, schemas in a process, the engine in the thread of the `Worker`.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +103,7 @@ class Server:
             ),
         )
         self._app.router.redirect_slashes = False  # to http://, which a proxy's clients do not use
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        max_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         config = uvicorn.Config(
             self,
             http=Connection,
@@ -106,10 +112,12 @@ class Server:
             lifespan="off",
             # Some descriptors are for files, and for processes that compile schemas. uvicorn
             # refuses from this number on, and counts the connection that asks.
-            limit_concurrency=min(limits.connections, max(8, most - 128)) + 1,
+            limit_concurrency=min(limits.connections, max(8, max_descriptors - 128)) + 1,
             timeout_keep_alive=int(limits.client_seconds),
+            # Nothing here depends on the client's address, or on the scheme.
             proxy_headers=False,
             server_header=False,
+            # Errors that are the server's fault are logged below; uvicorn logs nothing.
             access_log=False,
             log_config=None,
             log_level="critical",
@@ -118,6 +126,7 @@ class Server:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers who may ask, and counts and logs answers."""
+        # What is counted where no answer begins, because the client has left; nginx's number.
         status = 499
 
         async def send_and_note(message: Message) -> None:
@@ -132,9 +141,11 @@ class Server:
             await error.response(scope, receive, send_and_note)
         else:
             await self._app(scope, receive, send_and_note)
+        # A stream that ends with an error has begun with status 200; its error counts.
         failed = scope.get(ERROR)
         status = status if failed is None else failed.status
         self._answers.labels(self.model_name, status).inc()
+        # Once the server refuses everybody, one line has said why.
         if failed is not None and failed.status >= 500 and not self.worker.is_refusing:
             why = "" if failed.reason is None else f": {first_line(failed.reason)}"
             log(f"{failed.status} {scope['method']} {scope['path'][:100]}: {failed}{why}")
@@ -148,10 +159,11 @@ class Server:
             raise ApiError(
                 "Host must be localhost or a loopback address", status=403, headers=CLOSE
             )
+        # Whoever looks whether the server works needs no key.
         if self._key is None or path == "/health":
             return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        is_key = hmac.compare_digest(_digest(given.strip().encode()), self._key)
+        scheme, _, sent_key = headers.get("authorization", "").partition(" ")
+        is_key = hmac.compare_digest(_digest(sent_key.strip().encode()), self._key)
         if scheme.lower() != "bearer" or not is_key:
             message = "Authorization must be Bearer and the server's key"
             headers_ = {"WWW-Authenticate": "Bearer", **CLOSE}
@@ -165,8 +177,11 @@ class Server:
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             num_choices = len(given.prompts) * given.n
+            # From here on the request has its places; the end of the block cancels in the driver
+            # what has not ended, whichever of the three below is first.
             with self.worker.channel(num_choices, self.limits.unsent_updates) as channel:
                 work = self._do(given, channel, scope, receive, send)
+                # The body was read before, so `_left` alone waits for `receive`.
                 await _until_first(work, _left(receive), channel.is_full.wait())
 
         return answer
@@ -174,11 +189,15 @@ class Server:
     async def _do(
         self, given: Given, channel: Channel, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Does what a request asks for."""
+        """Does what a request asks for: tokens, its schema, the queue, and the answer.
+
+        Each `await` is a place at which a client that leaves ends all of it.
+        """
         asked = await read_request(given, self._engine, self.words)
         async with contextlib.AsyncExitStack() as stack:
             if asked.schema is not None:
-                # What is compiled takes its memory until the answer has ended.
+                # What is compiled takes its memory until the answer has ended. The schema was tried
+                # before, so who waits here gets an error of the schema at once.
                 await stack.enter_async_context(self._compiled)
                 budgets = [choice["options"].max_new_tokens for choice in asked.choices]
                 matchers = await self.words.matchers(asked.schema, budgets)
@@ -195,6 +214,7 @@ class Server:
         if kind != "application/json":  # which a page of a browser cannot send without asking
             raise ApiError("Content-Type must be application/json", status=415, headers=CLOSE)
         body = bytearray()
+        # Raises `ClientDisconnect` if the client leaves before the end.
         async for chunk in request.stream():
             body += chunk
             if len(body) > self.limits.body_bytes:
@@ -203,11 +223,11 @@ class Server:
         return body
 
     def _parameters(self, body: bytearray, is_chat: bool) -> Given:
-        """Returns what a request asks for, or raises an `ApiError`."""
+        """Returns what a request asks for, or raises an `ApiError`; runs in a thread."""
         # Python takes .1 s for 300,000 lists, in which no other thread runs. A text has fewer.
-        most = max(2**16, 64 * self._engine.max_length)
-        if body.count(b"[") + body.count(b"{") > most:
-            raise ApiError(f"the body must have at most {most} brackets")
+        max_brackets = max(2**16, 64 * self._engine.max_length)
+        if body.count(b"[") + body.count(b"{") > max_brackets:
+            raise ApiError(f"the body must have at most {max_brackets} brackets")
         try:
             values = pydantic_core.from_json(body, allow_inf_nan=False)
         except ValueError as error:
@@ -220,14 +240,14 @@ class Server:
         return read_parameters(values, is_chat, self._engine)
 
     def _refuse_model(self, name: object) -> NoReturn:
-        given = name if isinstance(name, str) else str(type(name))
-        message = f"there is no model {given!r:.100}: this server has {self.model_name!r}"
+        asked_name = name if isinstance(name, str) else str(type(name))
+        message = f"there is no model {asked_name!r:.100}: this server has {self.model_name!r}"
         raise ApiError(message, "model", status=404, code="model_not_found")
 
     @property
     def _description(self) -> Json:
-        own = {"id": self.model_name, "created": self._created}
-        return {**own, "object": "model", "owned_by": "jax_specdec"}
+        model = {"id": self.model_name, "created": self._created}
+        return {**model, "object": "model", "owned_by": "jax_specdec"}
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._description]})
@@ -238,6 +258,7 @@ class Server:
         return JSONResponse(self._description)
 
     async def _health(self, request: Request) -> Response:
+        # Answered in the event loop alone: a step that does not end does not keep it waiting.
         self.worker.check_open()
         if (seconds := self.worker.seconds_busy) > self.limits.step_seconds:
             raise ApiError(f"a step of the engine goes on for {seconds:.0f} s", status=500)
@@ -262,17 +283,21 @@ class Server:
         """
         self.worker.start(on_failure=self._stop_soon)
         asyncio.get_running_loop().set_exception_handler(self._on_error)
-        beside = [
+        tasks = [
             asyncio.create_task(self._drain()),
             asyncio.create_task(self._report(on_ready)),
             asyncio.create_task(close_stuck(self._uvicorn, self.limits.client_seconds)),
         ]
         try:
+            # uvicorn handles signals in the main thread only. A command runs in another, and
+            # `cli.process` calls `stop`. Then this closes the listener and idle connections, and
+            # returns when the last connection has closed.
             await self._uvicorn.serve(sockets=[listener])
         finally:
-            for task in beside:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            # After the connections and `_report`, which call the worker.
             await self.worker.stop(self.limits.stop_seconds)
         if self.worker.failure is not None:
             raise EngineFailed(self.worker.failure)
@@ -283,6 +308,7 @@ class Server:
 
     async def _drain(self) -> None:
         """Answers with an error what takes too long once the server is stopped."""
+        # A flag in place of an event: `stop` may be called by a signal in another thread.
         while not self._uvicorn.should_exit:
             await asyncio.sleep(0.05)
         if self.worker.is_refusing:
@@ -292,9 +318,11 @@ class Server:
             f"finishing what runs or waits: {self.worker.num_open} choices, within {seconds:g} s; "
             "Ctrl-C again ends at once"
         )
+        # `run` cancels this task where all answers are given before.
         await asyncio.sleep(seconds)
         log(f"not finished: {self.worker.num_open} choices")
         self.worker.refuse_all("the server has stopped", 503)
+        # Time to send the errors.
         await asyncio.sleep(self.limits.failed_seconds)
         for connection in [*self._uvicorn.server_state.connections]:  # whose clients do not read
             connection.transport.abort()
@@ -316,25 +344,26 @@ class Server:
         while not self._uvicorn.started:
             await asyncio.sleep(0.01)
         on_ready()
-        before, serving = await self.worker.call(_both_stats)
-        begin = time.monotonic()
-        self._exporter.publish(before, serving)
+        last_stats, serving = await self.worker.call(_both_stats)
+        since = time.monotonic()
+        self._exporter.publish(last_stats, serving)
         while True:
             await asyncio.sleep(self.limits.status_seconds)
+            # Answered between two steps, maybe late: the interval is measured.
             stats, serving = await self.worker.call(_both_stats)
             self._exporter.publish(stats, serving)
             now = time.monotonic()
-            new = stats - before
+            new = stats - last_stats
             if new.num_tokens or serving.num_running or serving.num_queued:
                 log(
                     f"{serving.num_running} running, {serving.num_queued} queued, "
-                    f"{self._num_requests} requests so far; {new.num_tokens / (now - begin):.1f} "
+                    f"{self._num_requests} requests so far; {new.num_tokens / (now - since):.1f} "
                     f"tokens/s, acceptance length {new.length_text}, "
                     f"{new.tokens_per_target_pass:.2f} tokens per target pass"
                     f"{await self.worker.call(_on_drafts)}"
                 )
-            before = stats
-            begin = now
+            last_stats = stats
+            since = now
 
 
 def _both_stats(driver: lm.EngineDriver) -> tuple[sd.AcceptanceStats, lm.ServingStats]:
@@ -357,6 +386,7 @@ def _digest(text: bytes) -> bytes:
 
 def _is_loopback(host: str) -> bool:
     """Returns whether a Host header, with or without a port, names this machine."""
+    # [::1]:8000, 127.0.0.1:8000 or localhost:8000
     name = host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
     if name.lower() == "localhost":
         return True
@@ -367,11 +397,17 @@ def _is_loopback(host: str) -> bool:
 
 
 async def _until_first(work: Coroutine[Any, Any, None], *ends: Coroutine[Any, Any, Any]) -> None:
-    """Does some work, unless one of the others ends before; what has not ended is cancelled."""
-    tasks = [asyncio.create_task(one) for one in (work, *ends)]
+    """Does some work, unless one of the others ends before; what has not ended is cancelled.
+
+    Raises:
+      Exception: the work did.
+    """
+    tasks = [asyncio.create_task(coroutine) for coroutine in (work, *ends)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
+        # Also where this task is cancelled itself. All have ended before anybody goes on: the
+        # caller takes the channel back next, which the work may be reading.
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -380,7 +416,11 @@ async def _until_first(work: Coroutine[Any, Any, None], *ends: Coroutine[Any, An
 
 
 async def _left(receive: Receive) -> None:
-    """Waits until the client has left; one that closes its half of the connection has."""
+    """Waits until the client has left; one that closes its half of the connection has.
+
+    uvicorn says so also when the answer is complete.
+    """
+    # Empty parts of the body come too: a request that `Connection` drops wakes this one.
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -393,11 +433,13 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         request.scope[ERROR] = error
         return error.response
     if isinstance(error, HTTPException):
+        # Starlette's: no such path (404), or not by this method (405).
         message = f"{error.detail}: {request.method} {request.scope['path'][:100]}"
         if error.status_code == 404:
             paths = [route.path for route in request.app.routes if "{" not in route.path]
             message += f"; there are {', '.join(paths)}"
         headers = None if error.headers is None else dict(error.headers)
         return ApiError(message, status=error.status_code, headers=headers).response
+    # A fault of this program: the client learns nothing of it.
     log("".join(traceback.format_exception(error)))
     return ApiError("the server has an error", status=500).response

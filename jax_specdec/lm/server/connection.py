@@ -1,4 +1,9 @@
-"""What uvicorn leaves open about clients that are slow, send too much, or leave."""
+"""What uvicorn leaves open about clients that are slow, send too much, or leave.
+
+uvicorn makes a `Connection` for each client; all of it runs in the event loop. httptools parses
+what comes, and calls `on_headers_complete`, then `on_body` for each chunk. A request and its answer
+are uvicorn's `cycle`, which stays until the next request of the connection begins.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +42,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begins, unless there are so many connections that a request would be refused."""
         assert isinstance(transport, asyncio.Transport) and self.limit_concurrency is not None
+        # First: it adds the connection to `connections`, which `connection_lost` takes it from.
         super().connection_made(transport)
         if len(self.connections) > self.limit_concurrency + SPARE:
             transport.abort()
@@ -51,8 +57,10 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begins to answer a request, or drops it."""
+        # From here on the bytes of the body count, or, after it, those of the next head.
         self._num_bytes = 0
         if self.is_answering:
+            # The request gets no cycle, so uvicorn never answers it; the one before it is the last.
             self.cycle.keep_alive = False
         else:
             super().on_headers_complete()
@@ -73,15 +81,20 @@ async def close_stuck(server: uvicorn.Server, seconds: float) -> None:
       server: whose connections have the class `Connection`.
       seconds: for a client to send a whole request, or to read anything of its answer.
     """
+    # When a connection was first seen in a state in which it waits for its client. The state is
+    # another one as soon as a request begins or ends, or some of the answer is read.
     since: dict[tuple[object, ...], float] = {}
     while True:
         await asyncio.sleep(min(1.0, seconds / 4))
+        # A new dictionary in each round: closed connections and old states are forgotten.
         before = since
         since = {}
         now = time.monotonic()
         for connection in server.server_state.connections:
             assert isinstance(connection, Connection)
+            # Bytes that the kernel has not taken: its own buffers for the client are full.
             num_unread = connection.transport.get_write_buffer_size()
+            # One that waits for the engine, with all read, is left alone.
             if num_unread or not connection.is_answering:
                 state = connection, connection.cycle, num_unread
                 since[state] = before.get(state, now)

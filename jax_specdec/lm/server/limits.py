@@ -1,4 +1,8 @@
-"""What a client may ask for, and what it is answered if it asks for more."""
+"""What a client may ask for, and what it is answered if it asks for more.
+
+All other files of the server import this one. An `ApiError` is raised wherever something is wrong
+with a request; `app` makes the answer of it, or, within a stream, `answer` the last event.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +67,8 @@ class ApiError(Exception):
     @property
     def content(self) -> Json:
         """The JSON object."""
+        # OpenAI's clients choose their exceptions by the status; `type`, `param` and `code` are for
+        # those who read them.
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, kind)
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
@@ -85,4 +91,6 @@ def first_line(error: object) -> str:
 
 
 BUSY = {"Retry-After": "1"}
+"""Headers of an error that may pass: after so many seconds OpenAI's client tries again."""
 CLOSE = {"Connection": "close"}
+"""Headers of an answer before the whole body was read: what follows is no new request."""

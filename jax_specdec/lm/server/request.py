@@ -1,4 +1,11 @@
-"""The parameters of OpenAI's API, checked."""
+"""The parameters of OpenAI's API, checked, and the tokens of what they hold.
+
+`ChatParameters` and `TextParameters` are the bodies of /v1/chat/completions and /v1/completions, as
+models of pydantic; the options of the engine are added from the table of `RequestOptions`. Nothing
+is ignored that would change a text: a parameter that is not supported is refused, unless its value
+has no effect. `app` calls `read_parameters` in a thread, and, once the request has its places,
+`read_request`, which makes of them what `EngineDriver.submit` takes.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +48,16 @@ class Object(pydantic.BaseModel):
         if not isinstance(values, dict):
             raise ValueError("must be an object")
         fields = _names(cls)
-        given = {k: x for k, x in values.items() if x is not None and k not in cls.ignored}
-        for name in [name for name in given if name not in fields]:
+        present = {k: x for k, x in values.items() if x is not None and k not in cls.ignored}
+        # These have no sentence: `_refusal` writes it, with the place of this object.
+        for name in [name for name in present if name not in fields]:
             if name not in cls.neutral:
                 raise PydanticCustomError("unknown_parameter", "", {"name": name})
-            if given[name] not in cls.neutral[name]:
+            if present[name] not in cls.neutral[name]:
                 only = either(map(json.dumps, cls.neutral[name]))
                 context = {"name": name, "rule": f"is supported as {only} only"}
                 raise PydanticCustomError("unsupported_parameter", "", context)
-        return given
+        return present
 
 
 def _names(kind: type[Object]) -> dict[str, None]:
@@ -76,6 +84,8 @@ class ContentPart(Object):
     text: str
 
 
+# Parts become one text here, so that templates and tokenizers see texts alone. `fail_fast`: of a
+# thousand wrong parts one error is enough.
 _CONTENT = Annotated[
     str | Annotated[list[ContentPart], Field(fail_fast=True)],
     AfterValidator(lambda x: x if isinstance(x, str) else "".join(part.text for part in x)),
@@ -86,6 +96,7 @@ _CONTENT = Annotated[
 class Message(Object):
     """A message of a conversation, such as an answer of this server."""
 
+    # An assistant's message of OpenAI's API has these, and comes back as part of a conversation.
     neutral = {"annotations": [[]], "refusal": [""], "tool_calls": [[]]}
 
     role: Literal["developer", "system", "user", "assistant"]
@@ -103,6 +114,7 @@ class Prediction(Object):
 class JsonSchema(Object):
     """A JSON schema, which is followed whether it is strict or not."""
 
+    # `schema` is a method of pydantic's models.
     schema_: Json = Field(alias="schema")
     name: str | None = None
     description: str | None = None
@@ -132,12 +144,16 @@ class ResponseFormat(Object):
 class StreamOptions(Object):
     """What a stream has besides texts."""
 
+    # The first is vLLM's, the second OpenAI's.
     neutral = {"continuous_usage_stats": [False], "include_obfuscation": [False]}
 
     include_usage: bool = False
+    # Not of OpenAI's API: for clients that count events as tokens.
     one_token_per_event: bool = False
 
 
+# Parameters of OpenAI's API and of vLLM's that are supported at their neutral value alone: false,
+# true, or an empty list. Clients send them so.
 _OFF = (
     "continue_final_message early_stopping echo ignore_eos include_stop_str_in_output "
     "return_token_ids return_tokens_as_token_ids store use_beam_search"
@@ -148,7 +164,9 @@ _STOP = Annotated[str, Field(min_length=1, max_length=256)]
 _IDS = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
-# What is narrower here than for `RequestOptions`, or begins with another value.
+# What is narrower here than for `RequestOptions`, or begins with another value: the type, and the
+# default. OpenAI's temperature is 1 where it is missing; that of the library is 0. Biases are
+# bounded as in OpenAI's API, and in number by the arrays that `cli.serve` has the engine make.
 _OWN_KINDS: dict[str, tuple[Any, Any]] = {
     "temperature": (float, 1.0),
     "cache_salt": (str | None, Field(None, min_length=1)),
@@ -179,6 +197,7 @@ _Body = TypeVar("_Body", bound=Object)
 
 def _with_options(body: type[_Body]) -> type[_Body]:
     """Adds the options of a request to what a body has."""
+    # The types of the dataclass, as objects: its annotations are strings.
     types = get_type_hints(lm.RequestOptions)
     defaults = lm.RequestOptions()
     fields: dict[str, Any] = {}
@@ -214,6 +233,7 @@ class Parameters(Object):
 
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    # Not of OpenAI's API: the usage then says what became of drafts.
     include_acceptance: bool = False
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -223,6 +243,7 @@ class Parameters(Object):
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
         _stated("a string of 1 to 256 characters, or a list of at most 16 of these"),
     ] = []
+    # The second is the older name of the first, which counts where both are given.
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     response_format: ResponseFormat = ResponseFormat(type="text")
@@ -237,12 +258,14 @@ class Parameters(Object):
 class ChatParameters(Parameters):
     """What /v1/chat/completions takes."""
 
-    neutral = {**Parameters.neutral, "add_special_tokens": [False]}  # the template writes them
+    # `add_special_tokens` is vLLM's. In a chat the template writes them.
+    neutral = {**Parameters.neutral, "add_special_tokens": [False]}
     is_chat: ClassVar = True
     path: ClassVar = "/v1/chat/completions"
     prompt_name: ClassVar = "messages"
     top_name: ClassVar = "top_logprobs"
 
+    # The model thinks as its template says, or, by "none", not at all: there are no degrees.
     reasoning_effort: Literal["none"] | None = None
     messages: list[Message] = Field(min_length=1, fail_fast=True)
     logprobs: bool = False
@@ -272,6 +295,7 @@ class TextParameters(Parameters):
         str | _IDS | Annotated[list[str | _IDS], Field(min_length=1, fail_fast=True)],
         _stated("a string, a list of token ids, or a list of these, none of them empty"),
     ]
+    # A number here, where chats have a flag `logprobs` and a number `top_logprobs`.
     num_top: int | None = Field(None, alias="logprobs", ge=0)
 
     @property
@@ -324,7 +348,8 @@ def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
     """
     kind = ChatParameters if is_chat else TextParameters
     messages = values.get("messages")
-    if isinstance(messages, list):  # counted before they are looked at
+    # Counted before pydantic looks at each: with more of them than tokens, none fits.
+    if isinstance(messages, list):
         parts = (x.get("content") for x in messages if isinstance(x, dict))
         count = len(messages) + sum(len(x) for x in parts if isinstance(x, list))
         if count > engine.max_length:
@@ -338,6 +363,7 @@ def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
         given = kind.model_validate(values)
     except pydantic.ValidationError as error:
         raise _refusal(error, kind) from error
+    # What depends on another parameter, or on the engine: pydantic has looked at each one alone.
     num_top = given.num_top
     for name, is_asked in given.stream_options:
         if is_asked and not given.stream:
@@ -350,15 +376,15 @@ def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
     if num_top is not None and engine.logprobs is None:
         raise ApiError("logprobs are turned off on this server", "logprobs")
     if num_top and engine.logprobs and num_top > engine.logprobs.num_top:
-        most = engine.logprobs.num_top
-        raise ApiError(f"{given.top_name} must be at most {most} on this server", given.top_name)
+        limit = engine.logprobs.num_top
+        raise ApiError(f"{given.top_name} must be at most {limit} on this server", given.top_name)
     options = given.options
     if options["min_tokens"] and given.response_format.followed is not None:
         # At the end of the schema only a stop token is allowed.
         raise ApiError("min_tokens must not come with a response_format", "min_tokens")
     max_drafts = options["max_drafts"]
-    if max_drafts and max_drafts > (most := engine.config.num_speculative_tokens):
-        raise ApiError(f"max_drafts must be at most {most} on this server", "max_drafts")
+    if max_drafts and max_drafts > (limit := engine.config.num_speculative_tokens):
+        raise ApiError(f"max_drafts must be at most {limit} on this server", "max_drafts")
     if len(given.prompts) * given.n > MAX_CHOICES:
         message = f"{given.prompt_name} and n must make at most {MAX_CHOICES} choices"
         raise ApiError(message, given.prompt_name)
@@ -375,8 +401,13 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> Ch
     if isinstance(given, ChatParameters):
         thinks = given.reasoning_effort is None
         encode = functools.partial(words.encode_chat, thinks=thinks)
+    # Tokenizers and templates take long for long texts, so threads run them. If the client leaves,
+    # the `await` ends: a text that waits for a thread is dropped, and one in a thread is finished
+    # for nobody.
     loop = asyncio.get_running_loop()
+    # Without a budget an answer may have what the prompt leaves.
     budget = given.max_completion_tokens or given.max_tokens
+    # For clients of llama.cpp -1 is a random seed.
     seed = secrets.randbits(32) if given.seed in (None, -1) else given.seed
     prediction: list[int] = []
     if given.prediction is not None:
@@ -386,6 +417,7 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> Ch
     choices: list[Choice] = []
     streams: list[lm.TextStream] = []
     num_prompt_tokens = 0
+    # As in OpenAI's API, choice `i * n + j` is the j-th of prompt i.
     for prompt in given.prompts:
         try:
             token_ids = await loop.run_in_executor(words.threads, encode, prompt)
@@ -397,12 +429,15 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> Ch
                     given.prompt_name,
                     code="context_length_exceeded",
                 )
-            own = [await asyncio.to_thread(words.stream, token_ids) for _ in range(given.n)]
+            # In threads, because a stream begins by decoding its prompt.
+            prompt_streams = [
+                await asyncio.to_thread(words.stream, token_ids) for _ in range(given.n)
+            ]
         except (TypeError, ValueError) as error:
             raise ApiError(words.without_path(str(error)), given.prompt_name) from error
         num_prompt_tokens += len(token_ids)
-        streams += own
-        for _ in own:
+        streams += prompt_streams
+        for _ in prompt_streams:
             options = lm.RequestOptions(
                 **given.options,
                 prediction=prediction[: engine.max_length] or None,  # no text is longer
@@ -412,6 +447,7 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> Ch
                 seed=(seed + len(choices) * 0x9E3779B9) % 2**32,
             )
             choices.append({"prompt": token_ids, "options": options})
+    # Last, because its process is started only for a request that is right in all else.
     followed = given.response_format.followed
     schema = None if followed is None else await words.try_schema(followed)
     return CheckedRequest(given, choices, schema, streams, num_prompt_tokens)
@@ -419,10 +455,12 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> Ch
 
 def _instead_of(name: str, kind: type[Given]) -> str:
     """Returns how a message about an unknown parameter ends: with its place, or what is near it."""
+    # What is wrong within a message is no misspelled parameter.
     if name.startswith("messages["):
         return ""
     if name in _OTHER_NAMES:
         return f"; {_OTHER_NAMES[name]}"
+    # The same name at another place: beside, within or around an object.
     paths = list(_names(kind))
     for place, inner in _INNER.items():
         paths += [f"{place}.{field}" for field in _names(inner)]
@@ -430,6 +468,7 @@ def _instead_of(name: str, kind: type[Given]) -> str:
     for path in paths:
         if path.rpartition(".")[2] == last:
             return f"; did you mean {path!r}?"
+    # A parameter of the other path, or a name near one of this path.
     for other in (ChatParameters, TextParameters):
         if last in _names(other):
             return f"; it is a parameter of {other.path}"
@@ -438,15 +477,18 @@ def _instead_of(name: str, kind: type[Given]) -> str:
 
 def _refusal(error: pydantic.ValidationError, asked: type[Given]) -> ApiError:
     """Returns the first thing that is wrong, in a sentence with its name."""
-    first = error.errors(include_url=False)[0]
-    kind = first["type"]
-    context = first.get("ctx", {})
+    problem = error.errors(include_url=False)[0]
+    kind = problem["type"]
+    context = problem.get("ctx", {})
+    # ("messages", 0, "role") becomes messages[0].role, as OpenAI's errors name it. Errors of
+    # `Object` are at the object, and have the name of the parameter within it.
     name = ""
-    for part in (*first["loc"], *filter(None, [context.get("name")])):
+    for part in (*problem["loc"], *filter(None, [context.get("name")])):
         if isinstance(part, int):
             name += f"[{part}]"
         else:
             name += f".{part}" if name else part
+    # A client may send any name.
     name = name[:100]
     if kind == "unknown_parameter":
         hint = _instead_of(name, asked)
@@ -461,5 +503,5 @@ def _refusal(error: pydantic.ValidationError, asked: type[Given]) -> ApiError:
     if kind == "missing":
         return ApiError(f"{name} is required", name)
     # pydantic's own, such as "Input should be a valid integer".
-    rule = first["msg"].partition(" should ")[2].replace(" after validation", "")
-    return ApiError(f"{name} must {rule}, but it is {described(first['input'])}", name)
+    rule = problem["msg"].partition(" should ")[2].replace(" after validation", "")
+    return ApiError(f"{name} must {rule}, but it is {described(problem['input'])}", name)

@@ -58,6 +58,8 @@ def model_tokenizer(
     """
     import llguidance
 
+    # llguidance reads the bytes of all tokens out of the file; from these and `_Exact` the
+    # tokenizer is then made anew. (Of a file alone, it tokenizes forced text with the normalizer.)
     library = llguidance.LLTokenizer(json.dumps(described), n_vocab=size)
     tokens = [library.decode_bytes([i]) for i in range(size)]
     # An id that is no token is shown as its number.
@@ -65,9 +67,10 @@ def model_tokenizer(
     for token_id in added.keys() - special:
         tokens[token_id] = added[token_id]
     exact = _Exact(described, tokens, special, stop_token_ids[0])
-    found = llguidance.LLTokenizer(llguidance.TokenizerWrapper(exact), eos_token=stop_token_ids)
-    exact.longest_tokens = found.greedy_tokenize
-    return found
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(exact), eos_token=stop_token_ids)
+    # Each needs the other: this is what `exact` does where the model's tokenizer changes a text.
+    exact.longest_tokens = tokenizer.greedy_tokenize
+    return tokenizer
 
 
 class _Exact:
@@ -100,8 +103,10 @@ class _Exact:
 
     def _tokens(self, text: str) -> list[int]:
         # Unlike `encode`, this gives up Python's lock.
-        (found,) = self._encoder.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = found.ids
+        (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        # The ids are right if they spell the text, byte for byte, and none stands for something
+        # that is no text.
         if self._special.isdisjoint(ids):
             if b"".join(self.tokens[i] for i in ids) == text.encode():
                 return ids
@@ -112,6 +117,7 @@ def _without_prefix(part: Any) -> Any:
     """Returns a part of a `tokenizer.json` that puts nothing before a text, such as a blank."""
     nothing = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
 
+    # JSON's hook is called for each object, however deep: parts may be sequences of parts.
     def changed(one: dict[str, Any]) -> dict[str, Any]:
         return one | {name: value for name, value in nothing.items() if name in one}
 
@@ -132,6 +138,7 @@ def compile_schema(schema: str, tokenizer: llguidance.LLTokenizer) -> llguidance
     # A state takes about 1 kB. Other limits of a step are llguidance's: some 20 ms.
     limits = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    # An `LLMatcher` never raises: it keeps its error. Some come with the first mask only.
     matcher.compute_bitmask()
     _check(matcher)
     return matcher
@@ -156,6 +163,8 @@ class Trial:
 
     def __init__(self, seconds: int, mebibytes: int) -> None:
         self._bounds = f"{seconds} s or {mebibytes} MiB"
+        # -P: else Python looks for modules in this folder first, where `request` and others are.
+        # utf8: the schema comes, and a refusal goes, in UTF-8, whatever the locale is.
         command = [sys.executable, "-P", "-X", "utf8", __file__, str(seconds), str(mebibytes)]
         # Terminals and systemd send these to all processes, but the server finishes what runs. A
         # process begins with the blocked signals of the thread that starts it.
@@ -167,6 +176,7 @@ class Trial:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 encoding="utf-8",
+                # Out of the terminal's foreground group, which Ctrl-C goes to.
                 start_new_session=True,
             )
         finally:
@@ -178,6 +188,7 @@ class Trial:
         Raises:
           ValueError: llguidance refuses it, or it takes too much, or the process fails.
         """
+        # In a thread, which waits until the process has ended by itself, by a bound or by `end`.
         refusal, errors = self._process.communicate(schema)
         code = self._process.returncode
         if code == _REFUSED:
@@ -200,6 +211,7 @@ def _begin_texts(matcher: llguidance.LLMatcher) -> None:
     Raises:
       ValueError: it fails.
     """
+    # A byte for each of the 256 tokens of `byte_tokenizer`, 0 where it may not come.
     for byte, is_allowed in enumerate(matcher.compute_logit_bias()):
         if is_allowed:
             text = matcher.deep_copy()
@@ -214,6 +226,7 @@ def _main() -> None:
 
     tokenizer = byte_tokenizer()
     seconds, mebibytes = map(int, sys.argv[1:])
+    # At its bounds the process is killed, or Rust aborts it; it leaves no core.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_DATA, (mebibytes << 20,) * 2)

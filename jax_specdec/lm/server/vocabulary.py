@@ -1,4 +1,9 @@
-"""Between texts and the target's tokens: tokenizers, chat templates, grammars."""
+"""Between texts and the target's tokens: tokenizers, chat templates, grammars.
+
+A server has one `Vocabulary`. `request` has it encode prompts and try schemas, `app` has it compile
+matchers, and `answer` asks it how a token is shown. Methods that take long are called in threads,
+or are coroutines that do this themselves.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +39,7 @@ class Vocabulary:
         self.stop_token_ids = text.stop_token_ids
         self.stream = text.stream
         self.special_tokens = {} if text.tokenizer is None else text.tokenizer.special_tokens
+        # Alternatives of log-probabilities are mostly the same tokens again.
         self.token = functools.lru_cache(2**16)(self._token)
         self._text = text
         self._tokenizer = text.tokenizer
@@ -72,6 +78,7 @@ class Vocabulary:
         if self._tokenizer is None:
             raise ValueError("this model has no chat template: use /v1/completions")
         variables = {}
+        # A template takes variables that it does not name, and the model would think all the same.
         if not thinks:
             name = "reasoning_effort"
             switch = "enable_thinking"
@@ -97,9 +104,10 @@ class Vocabulary:
         """Returns a token as it is shown, and the UTF-8 that it adds inside a text."""
         if self._tokenizer is None:
             return lm.decode_bytes([token_id]), bytes([token_id])
-        own = self._tokenizer.token_bytes(token_id)
+        token_bytes = self._tokenizer.token_bytes(token_id)
+        # What is shown of a special token, which has no text; an id may be no token at all.
         name = self._tokenizer.library_tokenizer.id_to_token(token_id) or ""
-        return own.decode(errors="replace") or name, own  # special tokens have no text
+        return token_bytes.decode(errors="replace") or name, token_bytes
 
     async def try_schema(self, schema: Json) -> str:
         """Returns the JSON of a schema that can be used, after trying it in a process.
@@ -118,8 +126,11 @@ class Vocabulary:
             raise ApiError(
                 f"{name} must have a schema of at most {limits.schema_bytes} bytes", name
             )
+        # Clients send the same schema with every request.
         if text in self._tried:
             return text
+        # No more processes than threads that wait for them; others wait here, where a client that
+        # leaves ends the wait.
         async with self._trials:
             try:
                 trial = schemas.Trial(limits.schema_seconds, limits.schema_mebibytes)
@@ -129,6 +140,7 @@ class Vocabulary:
             try:
                 await self._on_schema(trial.run, text)
             finally:
+                # If the client has left, the thread still waits for the process: this ends both.
                 trial.end()
         self._tried.append(text)
         return text
@@ -142,13 +154,15 @@ class Vocabulary:
           ApiError: it forces more tokens than a text may have, or fails with this tokenizer.
         """
         matcher, forced = await self._on_schema(self._compile, schema)
-        most = min(budgets)
-        if forced > most:
+        # An answer that ends before what is forced would never follow the schema.
+        budget = min(budgets)
+        if forced > budget:
             raise ApiError(
-                f"response_format must have a schema whose texts can have {most} tokens, as the "
+                f"response_format must have a schema whose texts can have {budget} tokens, as the "
                 f"answer may have, but it forces {forced} at its beginning",
                 "response_format",
             )
+        # One for each choice: each goes on with its own text.
         return [copy.deepcopy(matcher) for _ in budgets]
 
     async def _on_schema(self, function: Callable[[str], T], schema: str) -> T:
@@ -164,6 +178,8 @@ class Vocabulary:
         """Returns a matcher, and how many tokens the schema forces at its beginning."""
         assert self._grammar_tokenizer is not None  # `try_schema` has found one
         compiled = schemas.compile_schema(schema, self._grammar_tokenizer)
+        # The forced bytes may end within a character. `compute_ff_tokens` would not do for the
+        # count: of a long text it gives the beginning alone (`schemas._Exact`).
         text = compiled.compute_ff_bytes().decode(errors="ignore")
         forced = self._text.encode(text, add_special_tokens=False)
         return sd.grammar.LlguidanceMatcher(compiled, self.stop_token_ids), len(forced)
@@ -174,6 +190,8 @@ class Vocabulary:
             return None, "needs a model with a stop token"
         if importlib.util.find_spec("llguidance") is None:
             return None, "needs the llguidance library on the server"
+        # The least schema is tried at the start, here and in a process: if it fails, the log says
+        # so at once, and each request with a schema is refused with the reason.
         try:
             tokenizer = self._llguidance_tokenizer()
             schemas.compile_schema("{}", tokenizer)
@@ -191,7 +209,8 @@ class Vocabulary:
         if self._tokenizer is None:
             return schemas.byte_tokenizer()
         described = json.loads(self._tokenizer.library_tokenizer.to_str())
-        added = [one for one in described["added_tokens"] if one["id"] < self._size]
-        texts = {one["id"]: self._tokenizer.token_bytes(one["id"]) for one in added}
+        # A tokenizer may have added tokens behind the model's last id: no logit is theirs.
+        added = [token for token in described["added_tokens"] if token["id"] < self._size]
+        texts = {token["id"]: self._tokenizer.token_bytes(token["id"]) for token in added}
         described["added_tokens"] = added
         return schemas.model_tokenizer(described, self._size, texts, [*self.stop_token_ids])

@@ -1,4 +1,10 @@
-"""The thread that steps the driver, and the way of its updates to the event loop."""
+"""The thread that steps the driver, and the way of its updates to the event loop.
+
+An `EngineDriver` is not safe for several threads, so one thread owns it. The event loop never calls
+the driver: it puts functions into a queue, which the thread runs between two steps, in order. The
+thread never touches a channel's updates: it schedules `_deliver` in the event loop. So nothing here
+has a lock. `app` takes places and a `Channel` for each request, `answer` reads the channel.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +51,7 @@ class Channel:
             self.open.discard(choice)
         self._updates.append((choice, update))
         self._arrived.set()
+        # Only while `send` waits for the client; at other times the answer itself is behind.
         if self.is_sending and len(self._updates) > self._max_unsent:
             self.is_full.set()
 
@@ -74,12 +81,15 @@ class Worker:
         self._refusal: tuple[str, int] | None = None  # what all are answered, and the status
         self._open: set[Channel] = set()
         self._driver = driver
+        # From here on places bound the queue.
         driver.max_queue = None  # which would count those that are about to get a free slot
+        # A free slot goes to the request with the fewest: one of 16 choices does not take all.
         driver.client_of = self._client_of
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._channels: dict[int, tuple[Channel, int]] = {}  # and the choice, by request
         self._num_failed_calls = 0  # when the device was last tried
         self._since: float | None = None  # when the step or the call began that goes on
+        # A daemon: a step that does not end must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self, on_failure: Callable[[], None]) -> None:
@@ -91,6 +101,7 @@ class Worker:
     async def stop(self, seconds: float) -> None:
         """Ends after what was asked for so far, or fails if that takes longer."""
         self._calls.put(None)
+        # In another thread: answers of the event loop go on meanwhile.
         await asyncio.to_thread(self._thread.join, seconds)
         if self._thread.is_alive():
             self.failure = f"{FAILED}: a step does not end"
@@ -120,6 +131,7 @@ class Worker:
           ApiError: there are not, now or ever; or the server refuses everybody.
         """
         self.check_open()
+        # Never: status 400, so that no client tries again. Now: 429.
         if num_choices > self.num_places:
             message = f"this server has room for {self.num_places} choices at a time"
             raise ApiError(f"{message}, but the request has {num_choices}", "n")
@@ -154,6 +166,8 @@ class Worker:
         try:
             yield channel
         finally:
+            # The places are free at once; the slots when the thread runs this, after its step. Of
+            # requests that have ended by themselves, `cancel` does nothing.
             self._open.remove(channel)
             self._calls.put(lambda: self._end(lm.EngineDriver.cancel, channel.request_ids))
 
@@ -173,7 +187,9 @@ class Worker:
         if self.failure is None:
             self._calls.put(run)
         else:
+            # The thread has ended, and would never run it: the failure is raised here.
             run()
+        # If the caller is cancelled, so is the future, and `run` does nothing when its turn comes.
         return await asyncio.wrap_future(future)
 
     async def submit(self, channel: Channel, choices: Sequence[Choice]) -> None:
@@ -196,6 +212,7 @@ class Worker:
 
     def finish(self, channel: Channel, choice: int) -> None:
         """Ends a choice whose text is complete; does not wait."""
+        # Its place is free at once.
         channel.open.discard(choice)
         finish = lm.EngineDriver.finish
         # Read when it is called, which is after `submit`; nothing if that was refused.
@@ -204,6 +221,7 @@ class Worker:
     def _end(self, end: Callable[[lm.EngineDriver, int], bool], request_ids: Sequence[int]) -> None:
         """Ends requests, also those whose `submit` was given up, because calls are in order."""
         for request_id in request_ids if self.failure is None else ():
+            # The driver gives no more updates of it, so nobody looks for its channel.
             self._channels.pop(request_id, None)
             end(self._driver, request_id)
 
@@ -214,15 +232,18 @@ class Worker:
         """Steps until `stop`, or until the engine fails; what the thread does."""
         try:
             while self._run_calls():
-                updates = [(*self._channels[one.request_id], one) for one in self._driver.step()]
+                # The channel, the choice and the update of each request that took part in a step.
+                updates = [(*self._channels[x.request_id], x) for x in self._driver.step()]
                 for _, _, update in updates:
                     if update.finish_reason is not None:
                         del self._channels[update.request_id]
+                # One call for a whole step: each wakes the event loop.
                 if updates:
                     self._loop.call_soon_threadsafe(self._deliver, updates)
                 if any(update.finish_reason == "failed" for _, _, update in updates):
                     self._try_device()
         except BaseException as error:  # not of a request: those end in updates
+            # Updates of the last step come first: both are scheduled by this thread.
             self._loop.call_soon_threadsafe(self._fail)
             is_known = isinstance(error, EngineFailed)
             terminal.log(str(error) if is_known else traceback.format_exc())
@@ -247,26 +268,33 @@ class Worker:
     def _run_calls(self) -> bool:
         """Runs what waits, and waits while there is nothing to do. Returns whether to go on."""
         while True:
+            # Asked again after each call, which may have brought work or ended the last of it.
             is_idle = self._driver.is_idle
             self._since = None if is_idle else time.monotonic()
             try:
                 call = self._calls.get(block=is_idle)
             except queue.Empty:
+                # There is work, and no call waits: a step is next.
                 return True
+            # From `stop`.
             if call is None:
                 return False
             self._since = time.monotonic()
             call()
 
     def _deliver(self, updates: list[tuple[Channel, int, lm.RequestUpdate]]) -> None:
+        """Puts the updates of a step into their channels; in the event loop's thread."""
         for channel, choice, update in updates:
             channel.put(choice, update)
 
     def _fail(self) -> None:
+        """Answers all with the failure, after the thread has ended; in the event loop's thread."""
+        # From here on calls are run here, by `call` itself, and no request is ended.
         self.failure = FAILED
         self.refuse_all(FAILED, 500)
         self._on_failure()
-        while not self._calls.empty():  # what is asked for now is answered with the failure
+        # What was put into the queue since the thread ended: each caller waits for its future.
+        while not self._calls.empty():
             call = self._calls.get_nowait()
             if call is not None:
                 call()
