@@ -207,9 +207,8 @@ def test_a_gain_of_a_pair_is_over_the_faster_plain_way():
     runs = [{"date": "2026-11-28T20:00:00", "device": "gpu: NVIDIA H100 80GB HBM3"}]
     document = {"rows": [plain, wide, draft, *many], "runs": runs}
     gain, tokens_per_pass = (
-        sum(draft["tokens"][8:16])
-        / sum(draft["decoding"][8:16])
-        / (sum(wide["tokens"][8:16]) / 3.2),
+        # Of a kind, over the plain speed of all kinds: 40 texts of .4 seconds.
+        sum(draft["tokens"][8:16]) / sum(draft["decoding"][8:16]) / (sum(wide["tokens"]) / 16),
         sum(draft["tokens"][8:16]) / sum(draft["passes"][8:16]),
     )
     cell = f"{gain:.2f} ({tokens_per_pass:.2f})"
@@ -241,8 +240,7 @@ def test_what_the_page_says_of_the_pair_is_what_was_measured():
 
     def gain(found: Any, way: str, temperature: float, kind: str = "all", **fields: int) -> float:
         row = found.row(way, temperature, **fields)
-        plain = found.plain_speed(temperature, row["batch"], kind)
-        return row["tokens_per_second"][kind] / plain
+        return row["tokens_per_second"][kind] / found.plain_speed(temperature, row["batch"])
 
     def emitted(found: Any, way: str, temperature: float, **fields: Any) -> float:
         return bench_pair.per_pass(found.row(way, temperature, **fields))[0]
@@ -264,7 +262,7 @@ def test_what_the_page_says_of_the_pair_is_what_was_measured():
     }
     steps = {way: emitted(now, way, 0) / gain(now, way, 0) for way in by_kind}
     a_draft = {way: (step - 1) / 4 for way, step in steps.items()}
-    drafted = by_kind["draft"]["code"] + by_kind["draft"]["JSON"]
+    heads, drafted = (gains["code"] + gains["JSON"] for gains in by_kind.values())
     same = {way: now.row(way, 0)["same_texts"] for way in by_kind}
     several = {now.row("eagle3", 0, batch=batch)["same_texts"] for batch in (8, 32)}
     speeds = [[f.plain_speed(t, 1, kind) for t in both for kind in kinds] for f in (now, before)]
@@ -297,9 +295,8 @@ def test_what_the_page_says_of_the_pair_is_what_was_measured():
         f"plain steps: {a_draft['draft']:.2f} for each draft",
         f"{draft / 1e9:.1f} GB beside the target's {target / 1e9:.1f} GB",
         f"that draft would take {draft / target:.2f}.",
-        f"JSON gains most, {pair(by_kind['eagle3']['JSON'])} times",
-        f"and code {pair(by_kind['eagle3']['code'])}.",
-        f"Translations gain nothing, {pair(by_kind['eagle3']['translation'])} times",
+        f"code and JSON gain most, {span(heads)} times",
+        f"Translations lose, {pair(by_kind['eagle3']['translation'])} times",
         f"gains on code and JSON alone, {span(drafted)} times",
         "has {:.0%}, {:.0%}, {:.0%} and {:.0%} of its drafts accepted".format(*accepted),
         f"eight requests gain {pair(gain(now, 'eagle3', t, batch=8) for t in both)} times",
@@ -327,7 +324,9 @@ def test_what_the_page_says_of_the_pair_is_what_was_measured():
     ):
         assert words in page, words
     assert same["draft"] == same["eagle3"] and not several
-    assert max(x for kind in ("chat", "summary", "translation") for x in by_kind["draft"][kind]) < 1
+    others = "chat", "summary", "translation"
+    assert max(x for kind in others for x in by_kind["draft"][kind]) < min(1.02, *drafted)
+    assert max(x for kind in others for x in by_kind["eagle3"][kind]) < min(heads)
     assert all(emitted(before, "suffix+draft", t) < emitted(before, "draft", t) for t in both)
     assert accepted[0] > head["results"]["own text at temperature 0.8"]["acceptance"][0]
 
