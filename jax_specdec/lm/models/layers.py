@@ -39,7 +39,8 @@ LayerAttend = Callable[[int, jax.Array, OwnHeads, OwnHeads], jax.Array]
 """An `Attend` of several layers: the index of the layer comes first."""
 
 Regularize = Callable[[jax.Array], jax.Array]
-"""Applied to the ``[B, S, H]`` that each half of a layer adds to the residual stream."""
+"""Applied to the ``[B, S, H]`` that each half of a layer adds to the residual stream. It may be a
+sum over devices: each weight of a branch before it is cut in `TensorParallelLlama`, biases too."""
 
 
 def unchanged(branch: jax.Array) -> jax.Array:
