@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.base.arrays import check_int, check_type, require
+from jax_specdec._src.base.arrays import check_int, check_type, known_values, require
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
@@ -92,11 +92,12 @@ class RetokenizingDrafter(ModelDrafter):
         require(self.ids is not None, "ids", "be a list of target ids", self.ids)
 
     def check_params(self, name: str, params: Params) -> None:
-        """Checks the model's weights and the pieces.
+        """Checks the model's weights and the pieces; under `jit` not what the pieces are.
 
         Raises:
           TypeError: they are no `RetokenizedParams`, or of another dtype.
-          ValueError: a shape does not fit, or an id of `ids` has no pieces.
+          ValueError: a shape does not fit, or an id of the target has no pieces, some after a -1,
+            or one that is no id of the model.
         """
         check_type(name, params, RetokenizedParams)
         super().check_params(f"{name}.model", params.model)
@@ -107,6 +108,19 @@ class RetokenizingDrafter(ModelDrafter):
         must = f"be [V, M], M at most {MOST_PIECES}, with V above all of drafter.ids"
         require(is_table, f"{name}.pieces", must, params.pieces)
         check_leaf(f"{name}.pieces", params.pieces, shape, jnp.int32)
+        pieces = known_values(params.pieces)
+        if pieces is None:
+            return
+        # [V, M] -> [V]: the first is a piece, and so is each one before another piece. `_pieces_at`
+        # finds a piece by how many there are before it.
+        size = self.model.vocab_size
+        is_piece = pieces >= 0
+        holds = is_piece[:, 0] & (is_piece[:, 1:] <= is_piece[:, :-1]).all(axis=1)
+        holds &= (pieces < size).all(axis=1)
+        must = f"be at least one id below model.vocab_size = {size}, then -1"
+        # The first row that does not hold, if one does not
+        row = int(np.argmin(holds))
+        require(holds.all(), f"{name}.pieces[{row}]", must, pieces[row].tolist())
 
     @property
     def serves(self) -> DrafterServes:
