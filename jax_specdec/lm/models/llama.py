@@ -105,7 +105,7 @@ class Llama:
         """Returns random weights in the compute dtype, of the structure that `apply` takes.
 
         Matrices are normal with variance 1 / fan-in, those that write to the residual stream
-        divided by a further 2 L; norms multiply by one, biases are zero.
+        divided by a further 2 L; norms and scalars multiply by one, biases are zero.
 
         Args:
           key: a typed PRNG key.
