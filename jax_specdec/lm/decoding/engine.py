@@ -263,7 +263,8 @@ class Engine(Decoder):
     @property
     def buffer_length(self) -> int:
         """L, positions per slot; a step writes all rows of a pass past the last one it keeps."""
-        # K + 1 also without drafts, as a `DraftContext` says of its L
+        # K + 1 also without drafts, as a `DraftContext` says of its L. Drafters rely on it: they
+        # write a row for each token that a step may have kept.
         num_rows = max(self.config.num_speculative_tokens + 1, self.num_rows)
         return round_up(max(self.max_length + num_rows, self.longest_read))
 
