@@ -31,7 +31,7 @@ class Ids:
     """All ids in their order: column ``j`` is id ``j``.
 
     Attributes:
-      vocab_size: V, greater than any of the ids; not read where columns are ids.
+      vocab_size: V, greater than any of the ids.
     """
 
     vocab_size: int
