@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from passes import run as run_pass
 
-from jax_specdec.lm.models import Llama, Norm
+from jax_specdec.lm.models import DecoderConfig, Llama, Norm
 
 from . import reference_llama
 from .weights import mixed, random_ids, random_weights, sizes, with_fields
@@ -165,6 +165,24 @@ def test_it_is_compared_by_value() -> None:
 def test_sizes_that_do_not_fit_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{name} must"):
         with_fields(CONFIG, **{name: value})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wider(DecoderConfig):
+    """A config whose annotations are strings, as ``from __future__ import annotations`` does."""
+
+    width: "int"
+    factor: "float | None" = None
+
+
+def test_fields_have_rules_where_their_types_are_strings() -> None:
+    fields = dataclasses.fields(CONFIG)
+    known: dict[str, Any] = {field.name: getattr(CONFIG, field.name) for field in fields}
+    with pytest.raises(ValueError, match="^width must be a positive integer, but it is 0"):
+        Wider(**known, width=0)
+    with pytest.raises(ValueError, match="^factor must be a positive number or None, but it is -1"):
+        Wider(**known, width=1, factor=-1)
+    assert isinstance(Wider(**known, width=1, factor=2).factor, float)
 
 
 @pytest.mark.long
