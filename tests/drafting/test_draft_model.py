@@ -202,7 +202,7 @@ def test_candidates_are_ids_of_the_whole_vocabulary(monkeypatch):
     draw, widths = drafting_draw._draw, set()
 
     def watched(logits, ids, *rest):
-        widths.add((logits.shape[1], ids.on_target(logits).shape[1]))
+        widths.add((logits.shape[1], ids.to_vocabulary(logits).shape[1]))
         return draw(logits, ids, *rest)
 
     def drafted():

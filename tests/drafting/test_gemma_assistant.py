@@ -100,7 +100,7 @@ def one_pass(
         found = head.apply(params, state, at, passed.cache)
         row, state = found.logits[:, 0], found.states
         if found.ids is not None:
-            row = drafting_draw.ids_of(found.ids[:, 0], VOCAB).on_target(row)
+            row = drafting_draw.ids_of(found.ids[:, 0], VOCAB).to_vocabulary(row)
         rows.append(row[0])
     return jnp.stack(rows)
 

@@ -555,7 +555,7 @@ class Engine(Decoder):
         # [R, ...] -> [S, ...], of every array of the batch and the features. A request that is
         # there twice, to fill the call, writes the same twice.
         batch, all_features = jax.tree.map(
-            lambda all_, some: all_.at[slots].set(some),
+            lambda array, entries: array.at[slots].set(entries),
             (state.batch, state.features),
             (new, new_features),
         )

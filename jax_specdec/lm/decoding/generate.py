@@ -438,7 +438,9 @@ def _generate(
         state, record = decoder.step(params, draft_params, state)
         # [B, ...] -> row `count` of [max_steps, B, ...], in place
         records = jax.tree.map(
-            lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, count, 0), records, record
+            lambda array, entry: lax.dynamic_update_index_in_dim(array, entry, count, 0),
+            records,
+            record,
         )
         return state, records, count + 1
 

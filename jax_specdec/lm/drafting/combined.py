@@ -120,7 +120,7 @@ class _Memory(NamedTuple):
             head=jnp.where(taught[:, 1:], _FADE * self.head + head, self.head),
         )
 
-    def prefers_lookup(self, found: Lookup, k: int) -> jax.Array:
+    def prefers_lookup(self, looked_up: Lookup, k: int) -> jax.Array:
         """Returns ``[B]`` bool, whether a lookup promises more accepted drafts than a head.
 
         The counts of a lookup are careful: one occurrence is a half, whatever came of those before.
@@ -130,7 +130,7 @@ class _Memory(NamedTuple):
         # A scaled chance is one still: at most 1.
         right, due = self.lookup.T
         scale = (right + _WEIGHT) / (due + _WEIGHT)
-        by_lookup = jnp.sum(jnp.minimum(scale[:, None] * found.probabilities, 1.0), axis=1)
+        by_lookup = jnp.sum(jnp.minimum(scale[:, None] * looked_up.probabilities, 1.0), axis=1)
         # [B, K] -> [B]: rate + rate^2 + ..., since a draft is accepted only after all before it
         accepted, visited = self.head.T
         rate = (accepted + _WEIGHT * _FIRST_RATE) / (visited + _WEIGHT)
@@ -138,18 +138,18 @@ class _Memory(NamedTuple):
         return by_lookup > by_head
 
     def with_drafts(
-        self, context: DraftContext, found: Lookup, drafts: jax.Array, is_lookup: jax.Array
+        self, context: DraftContext, looked_up: Lookup, drafts: jax.Array, is_lookup: jax.Array
     ) -> _Memory:
         """Returns the memory with this step's drafts of the lookup and of the head.
 
         That of a request that does not run stays: its next tokens may be those of its prompt.
         """
         # [B, K] twice -> [B, 2, K]
-        both = jnp.stack([found.token_ids, drafts], axis=1)
+        both = jnp.stack([looked_up.token_ids, drafts], axis=1)
         new = self._replace(
             length=context.lengths,
             first=both[:, :, 0],
-            expected=jnp.stack([found.probabilities[:, 0], found.scores], axis=1),
+            expected=jnp.stack([looked_up.probabilities[:, 0], looked_up.scores], axis=1),
             # [B, 2, K] -> [B, 2]: those before the first -1
             num_drafts=jnp.cumprod((both >= 0).astype(jnp.int32), axis=2).sum(2, dtype=jnp.int32),
             is_lookup=is_lookup,
@@ -290,20 +290,22 @@ def _with_batch_axis(memory: _Memory, axis: int) -> _Memory:
     return jax.tree.map(lambda x: x.reshape((1,) * axis + x.shape), memory)
 
 
-def _memory_of(every: _Memory, slots: jax.Array | None, axis: int) -> _Memory:
+def _memory_of(all_memory: _Memory, slots: jax.Array | None, axis: int) -> _Memory:
     """Returns the memory of some requests, or of all, whose first axes hold them."""
     if slots is not None:
         # Of `like` the shapes alone are read: they say how many entries a request has.
         like = _with_batch_axis(_Memory.create(slots.shape[0]), axis)
-        every = take_cache(every, like, slots, axis)
+        all_memory = take_cache(all_memory, like, slots, axis)
     # [1, .., B, ..] -> [B, ..]
-    return jax.tree.map(lambda x: x.reshape(x.shape[axis:]), every)
+    return jax.tree.map(lambda x: x.reshape(x.shape[axis:]), all_memory)
 
 
-def _with_memory_of(every: _Memory, memory: _Memory, slots: jax.Array | None, axis: int) -> _Memory:
+def _with_memory_of(
+    all_memory: _Memory, memory: _Memory, slots: jax.Array | None, axis: int
+) -> _Memory:
     """Returns the memory of all requests, of which some, or all, have a new one."""
     memory = _with_batch_axis(memory, axis)
     if slots is None:
         return memory
-    found: _Memory = put_cache(every, memory, slots, axis)
-    return found
+    all_memory = put_cache(all_memory, memory, slots, axis)
+    return all_memory

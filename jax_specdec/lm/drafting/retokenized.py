@@ -312,18 +312,18 @@ def _ids_by_text(texts: list[bytes | str]) -> dict[bytes | str, int]:
     return {text: token_id for token_id, text in enumerate(texts) if text}
 
 
-def _spelled(text: bytes | str, own: Mapping[bytes | str, int]) -> list[int]:
+def _spelled(text: bytes | str, draft_ids: Mapping[bytes | str, int]) -> list[int]:
     """Returns the draft model's ids that spell a text, at least one."""
-    if text in own:
-        return [own[text]]
+    if text in draft_ids:
+        return [draft_ids[text]]
     # The name of a special token that the draft model has not is read as plain text.
     remaining = text.encode() if isinstance(text, str) else text
     pieces = []
     while remaining:
         # The longest token that the text begins with; a byte that begins none is passed over.
-        size = next((n for n in range(len(remaining), 0, -1) if remaining[:n] in own), 0)
+        size = next((n for n in range(len(remaining), 0, -1) if remaining[:n] in draft_ids), 0)
         if size:
-            pieces.append(own[remaining[:size]])
+            pieces.append(draft_ids[remaining[:size]])
         remaining = remaining[size or 1 :]
     # At least one: an id without a piece would share the end of the one before it.
     return pieces or [0]

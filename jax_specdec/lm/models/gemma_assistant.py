@@ -30,7 +30,7 @@ from jax_specdec.lm.models.cache import Layer, Pass
 from jax_specdec.lm.models.config import LayersConfig, LayerSpec, Norm, Shapes, layer_shapes
 from jax_specdec.lm.models.int8 import matmul
 from jax_specdec.lm.models.layers import (
-    OwnHeads,
+    NewHeads,
     Weights,
     check_weights,
     decoder_layer,
@@ -276,7 +276,7 @@ class GemmaAssistantHead:
         if self.dtype.itemsize == 2:
             step = step.with_two_rows()
 
-        def attend(index: int, query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
+        def attend(index: int, query: jax.Array, key: NewHeads, value: NewHeads) -> jax.Array:
             # Layers have no key and value: nothing is written, and the cache comes back as it was.
             spec = c.layers[index]
             return step.attend(spec, query, key, value, read[index], first_alone)[0]

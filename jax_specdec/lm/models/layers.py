@@ -28,15 +28,15 @@ LayerWeights = dict[str, Any]
 Weights = dict[str, Any]
 """The params of a decoder or head: arrays, and the weights of its layers; see `param_shapes`."""
 
-OwnHeads = jax.Array | None
+NewHeads = jax.Array | None
 """Keys or values of the new tokens, an array; None where a layer reads those of another."""
 
-Attend = Callable[[jax.Array, OwnHeads, OwnHeads], jax.Array]
+Attend = Callable[[jax.Array, NewHeads, NewHeads], jax.Array]
 """`attend(query, key, value)`: what the heads of a layer read. query ``[B, S, N, D]``, key and
 value ``[B, S, N_kv, D]`` of the S new tokens, rotated already; returns ``[B, S, N, D]``."""
 
-LayerAttend = Callable[[int, jax.Array, OwnHeads, OwnHeads], jax.Array]
-"""An `Attend` of several layers: the index of the layer comes first."""
+AttendInLayer = Callable[[int, jax.Array, NewHeads, NewHeads], jax.Array]
+"""An `Attend` in one of several layers, whose index comes first."""
 
 Regularize = Callable[[jax.Array], jax.Array]
 """Applied to the ``[B, S, H]`` that each half of a layer adds to the residual stream. It may be a
@@ -126,7 +126,7 @@ def self_attention(
 
 def rotated_heads(
     spec: LayerSpec, layer: LayerWeights, h: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, OwnHeads, OwnHeads]:
+) -> tuple[jax.Array, NewHeads, NewHeads]:
     """Returns query ``[B, S, N, D]``, key and value ``[B, S, N_kv, D]`` of `self_attention`.
 
     Key and value are None where the layer has those of another.
