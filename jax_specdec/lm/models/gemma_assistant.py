@@ -212,8 +212,11 @@ class GemmaAssistantHead:
           A dict; see `weight_shapes`. `target_ids` are in order.
         """
         c = self.config
-        # Vectors come out as norms, so `target_ids` are written over.
+        # Vectors come out as norms of the head's kind, so `target_norm` and `target_ids` are
+        # written over.
         params = random_weights(self.weight_shapes, key, self.dtype, c.layers)
+        is_one = not c.target_norm.adds_one
+        params["target_norm"] = jnp.full((c.target_hidden_size,), is_one, self.dtype)
         if target_params is not None:
             params |= target_arrays(target_params)
         if c.num_centroids is not None:
