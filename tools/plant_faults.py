@@ -410,6 +410,15 @@ def _(right, self, params, context, cache, store):
 
 
 @fault(
+    "a head learns of more drafts than it had",
+    "lm.drafting.combined:_Memory.after",
+    "serving/test_combined.py",
+)
+def _(right, self, context):
+    return right(self._replace(num_drafts=9 * self.num_drafts), context)
+
+
+@fault(
     "a prediction is taken although the text matches longer",
     "lm.drafting.prediction:Predicted.is_as_long",
     "drafting/test_prediction.py",
@@ -1272,6 +1281,15 @@ def _(right, layers, positions):
 )
 def _(right, model, path):
     return model.model.config.layers[0]
+
+
+@fault(
+    "every device adds the bias after attention",
+    "lm.models.tensor_parallel:TensorParallelLlama._part",
+    "models/test_models.py",
+)
+def _(right, model, path, x, device):
+    return x if path[-1].key == "o_bias" else right(model, path, x, device)
 
 
 def found_for(name: str) -> tuple[Any, str, Any]:

@@ -14,6 +14,7 @@ from lower_floor import assume
 from models.weights import random_weights, sizes
 from passes import run as run_pass
 from serving import tiny
+from upper_floor import drafting_draw
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -193,6 +194,25 @@ def test_a_lone_request_gets_the_same_drafts_where_its_tokens_are_read_with_a_se
             found[platform] = _propose_twice(*arguments)
     assert found["cpu"][2] == 1 and found["cuda"][2] == 2
     chex.assert_trees_all_close(found["cpu"][:2], found["cuda"][:2], rtol=1e-5, atol=1e-5)
+
+
+def test_candidates_are_ids_of_the_whole_vocabulary(monkeypatch):
+    """Whoever puts their logits on target ids gets rows of all."""
+    drafter = lm.ModelDrafter(MODEL, num_candidates=4)
+    draw, widths = drafting_draw._draw, set()
+
+    def watched(logits, ids, *rest):
+        widths.add((logits.shape[1], ids.to_vocabulary(logits).shape[1]))
+        return draw(logits, ids, *rest)
+
+    def drafted():
+        context = tiny.context(jnp.zeros((1, SIZE), jnp.int32), jnp.full(1, 2), 1.0, k=K)
+        store = drafter.init_store(PARAMS, 1, context.config)
+        return drafter.propose(PARAMS, context, drafter.init_cache(1, SIZE), store)
+
+    monkeypatch.setattr(drafting_draw, "_draw", watched)
+    jax.eval_shape(drafted)
+    assert widths == {(4, VOCAB)}
 
 
 def _propose_twice(token_ids, lengths, keys):

@@ -80,6 +80,16 @@ ORDERED = head_of(**GROUPS)
 DENSE = head_of()
 
 
+@pytest.mark.long
+def test_random_weights_begin_with_norms_that_multiply_by_one() -> None:
+    """Where 1 + w stands for w in the target's norm alone."""
+    norm = lm.models.Norm(adds_one=True)
+    head = lm.models.GemmaAssistantHead(dataclasses.replace(DENSE.config, target_norm=norm))
+    params = jax.jit(head.init_params)(jax.random.key(0))
+    assert np.unique(params["target_norm"]) == 0 and np.unique(params["norm"]) == 1
+    assert np.unique(params["layers"][0]["layer_scalar"]) == 1
+
+
 # Rows
 
 
@@ -100,7 +110,7 @@ def one_pass(
         found = head.apply(params, state, at, passed.cache)
         row, state = found.logits[:, 0], found.states
         if found.ids is not None:
-            row = drafting_draw.ids_of(found.ids[:, 0], VOCAB).on_target(row)
+            row = drafting_draw.ids_of(found.ids[:, 0], VOCAB).to_vocabulary(row)
         rows.append(row[0])
     return jnp.stack(rows)
 

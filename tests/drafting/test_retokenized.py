@@ -142,11 +142,22 @@ def test_of_a_long_token_the_last_pieces_are_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(params.pieces, expected)
 
 
+def with_row(row: list[int]) -> lm.RetokenizedParams:
+    """The params with other pieces of id 4."""
+    pieces = PIECES.copy()
+    pieces[4] = row
+    return PARAMS._replace(pieces=jax.device_put(pieces))
+
+
 REFUSED = [
     (DRAFTER, WEIGHTS, TypeError, "draft_params must be a RetokenizedParams"),
     (DRAFTER, PARAMS._replace(pieces=PARAMS.pieces[:7]), ValueError, "V above all of drafter.ids"),
     (DRAFTER, PARAMS._replace(pieces=jnp.zeros((11, 9), jnp.int32)), ValueError, "M at most 8"),
     (DRAFTER, PARAMS._replace(pieces=PARAMS.pieces.astype(float)), TypeError, "int32"),
+    *(
+        (DRAFTER, with_row(row), ValueError, rf"pieces\[4\] must .* = 7, then -1, but it is \{row}")
+        for row in ([-1, -1, -1], [-1, 2, 3], [2, -1, 3], [2, 7, -1])
+    ),
 ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from passes import run as run_pass
 
-from jax_specdec.lm.models import Llama
+from jax_specdec.lm.models import DecoderConfig, Llama, Norm
 
 from . import reference_llama
 from .weights import mixed, random_ids, random_weights, sizes, with_fields
@@ -167,13 +167,37 @@ def test_sizes_that_do_not_fit_are_refused(name: str, value: Any) -> None:
         with_fields(CONFIG, **{name: value})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wider(DecoderConfig):
+    """A config whose annotations are strings, as ``from __future__ import annotations`` does."""
+
+    width: "int"
+    factor: "float | None" = None
+
+
+def test_fields_have_rules_where_their_types_are_strings() -> None:
+    fields = dataclasses.fields(CONFIG)
+    known: dict[str, Any] = {field.name: getattr(CONFIG, field.name) for field in fields}
+    with pytest.raises(ValueError, match="^width must be a positive integer, but it is 0"):
+        Wider(**known, width=0)
+    with pytest.raises(ValueError, match="^factor must be a positive number or None, but it is -1"):
+        Wider(**known, width=1, factor=-1)
+    assert isinstance(Wider(**known, width=1, factor=2).factor, float)
+
+
 @pytest.mark.long
 def test_weights_begin_with_norms_of_one_and_no_biases() -> None:
-    model = Llama(with_fields(CONFIG, qkv_bias=True, qk_norm=True))
+    config = with_fields(CONFIG, qkv_bias=True, qk_norm=True, has_scalar=True)
+    first, *others = config.layers
+    # 1 + w stands for w in one layer alone.
+    first = dataclasses.replace(first, norm=Norm(adds_one=True))
+    model = Llama(dataclasses.replace(config, layers=(first, *others)))
     params = jax.jit(model.init_params)(jax.random.key(0))
-    wanted = {"qkv_bias": 0, "q_norm": 1, "k_norm": 1, "input_layernorm": 1}
-    for name, value in wanted.items():
-        assert np.unique(params["layers"][1][name]) == value
+    for layer, norm in zip(params["layers"], (0, 1, 1), strict=True):
+        wanted = {"qkv_bias": 0, "q_norm": norm, "k_norm": norm, "input_layernorm": norm}
+        for name, value in (wanted | {"layer_scalar": 1}).items():
+            assert np.unique(layer[name]) == value
+    assert np.unique(params["norm"]) == 1
 
 
 def test_a_dtype_that_is_not_floating_is_refused() -> None:

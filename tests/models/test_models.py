@@ -74,7 +74,10 @@ def over_devices(count: int, whole: Case) -> Case:
 
 
 def gemma_like() -> Case:
-    return llama(norms="around", scales_embedding=True, logit_softcap=3.0, layers=SIX.layers)
+    """Also with biases: whatever a branch adds, devices must add once."""
+    biases = dict(qkv_bias=True, o_bias=True)
+    fields = dict(scales_embedding=True, logit_softcap=3.0, layers=SIX.layers)
+    return llama(norms="around", **biases, **fields)
 
 
 def of_table() -> Case:

@@ -161,6 +161,36 @@ def test_of_a_request_that_does_not_run_nothing_is_known() -> None:
     assert not any(x[1].any() for x in jax.tree.leaves(memory))
 
 
+@pytest.mark.parametrize("is_lookup", [False, True])
+def test_what_is_learned_is_what_the_text_shows(is_lookup: bool) -> None:
+    """Whoever made the drafts that were verified, after two drafts of the lookup or of the head."""
+    drafts = [1, 2]
+    # [accepted, verified] of the head, and [right, expected] of the lookup, which expected 0.5 of
+    # its first draft and 0.9 of both
+    learned = {
+        (3,): ([0, 1], [0, 0.9]),
+        (1,): ([1, 1], [1, 0.5]),  # nothing was verified
+        (1, 3): ([1, 2], [1, 0.9]),
+        (1, 2, 0): ([2, 2], [2, 0.9]),
+        (1, 2, 0, 1, 3): ([2, 2], [2, 0.9]),  # of another drafter, which had more
+        (0, 1, 2, 0, 3): ([0, 1], [0, 0.9]),  # and of one that had others
+    }
+    size = len(learned)
+    _, memory = lm.FirstOf(LOOKUP, Forced()).init_cache(size, 8)
+    token_ids = np.zeros((size, 8), np.int32)
+    for row, new in zip(token_ids, learned, strict=True):
+        row[2 : 2 + len(new)] = new
+    token_ids = jnp.asarray(token_ids)
+    ids = jnp.tile(jnp.asarray(drafts, jnp.int32), (size, 1))
+    found = Lookup(ids, jnp.tile(jnp.asarray([0.5, 0.4]), (size, 1)), jnp.full(size, 0.9))
+    before = tiny.context(token_ids, jnp.full(size, 2, jnp.int32), 0.0, k=K)
+    memory = memory.with_drafts(before, found, ids, jnp.full(size, is_lookup))
+    lengths = jnp.asarray([2 + len(new) for new in learned], jnp.int32)
+    memory = memory.after(tiny.context(token_ids, lengths, 0.0, k=K))
+    wanted = np.array([new[is_lookup] for new in learned.values()])
+    np.testing.assert_allclose(memory.lookup if is_lookup else memory.head, wanted)
+
+
 @pytest.mark.parametrize("fault", ["rows that stay valid", "a look at the drafts"])
 def test_a_wrong_choice_changes_the_law(fault: str, monkeypatch) -> None:
     if fault == "rows that stay valid":

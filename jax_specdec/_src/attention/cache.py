@@ -106,8 +106,10 @@ def of_slots(cache: LayerCache, slots: jax.Array, num_kv: int) -> LayerCache:
     cache = lax.optimization_barrier(cache)
     size = slots.shape[0]
 
-    def copied(all_: jax.Array) -> jax.Array:
-        slices = [lax.dynamic_slice_in_dim(all_, slots[b] * num_kv, num_kv, 0) for b in range(size)]
+    def copied(array: jax.Array) -> jax.Array:
+        slices = [
+            lax.dynamic_slice_in_dim(array, slots[b] * num_kv, num_kv, 0) for b in range(size)
+        ]
         return slices[0] if size == 1 else jnp.concatenate(slices)
 
     keys, values = cache

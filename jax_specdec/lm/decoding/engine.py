@@ -263,7 +263,8 @@ class Engine(Decoder):
     @property
     def buffer_length(self) -> int:
         """L, positions per slot; a step writes all rows of a pass past the last one it keeps."""
-        # K + 1 also without drafts, as a `DraftContext` says of its L
+        # K + 1 also without drafts, as a `DraftContext` says of its L. Drafters rely on it: they
+        # write a row for each token that a step may have kept.
         num_rows = max(self.config.num_speculative_tokens + 1, self.num_rows)
         return round_up(max(self.max_length + num_rows, self.longest_read))
 
@@ -554,7 +555,7 @@ class Engine(Decoder):
         # [R, ...] -> [S, ...], of every array of the batch and the features. A request that is
         # there twice, to fill the call, writes the same twice.
         batch, all_features = jax.tree.map(
-            lambda all_, some: all_.at[slots].set(some),
+            lambda array, entries: array.at[slots].set(entries),
             (state.batch, state.features),
             (new, new_features),
         )

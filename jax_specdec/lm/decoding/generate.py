@@ -323,7 +323,8 @@ def make_batch(
       prompts: B token id lists.
       vocab_size: V.
       key: a typed key, or None for ``jax.random.key(0)``.
-      slack: how many positions past the last token a step may write to.
+      slack: how many positions past the last token a step may write to; with a drafter at least
+        K + 1, as a `DraftContext` says of its L.
 
     Returns:
       The batch; the length of the padded prompts; and the most steps that it can take. Both
@@ -437,7 +438,9 @@ def _generate(
         state, record = decoder.step(params, draft_params, state)
         # [B, ...] -> row `count` of [max_steps, B, ...], in place
         records = jax.tree.map(
-            lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, count, 0), records, record
+            lambda array, entry: lax.dynamic_update_index_in_dim(array, entry, count, 0),
+            records,
+            record,
         )
         return state, records, count + 1
 

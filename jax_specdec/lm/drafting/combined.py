@@ -47,7 +47,7 @@ class _Memory(NamedTuple):
       length: ``[B]`` int32, of the text when it last drafted; 0 if it did not.
       first: ``[B, 2]`` int32, what the lookup and the head then drafted first; -1 for nothing.
       expected: ``[B, 2]`` float32, the probability of the lookup's first draft, and its score.
-      num_drafts: ``[B]`` int32, how many drafts the head had.
+      num_drafts: ``[B, 2]`` int32, how many drafts the lookup and the head then had.
       is_lookup: ``[B]`` bool, whether the drafts were those of the lookup.
       lookup: ``[B, 2]`` float32, how many of its drafts came true, and how many had to by counts.
       head: ``[B, 2]`` float32, how many of its drafts were accepted, and how many were verified.
@@ -69,7 +69,7 @@ class _Memory(NamedTuple):
             length=jnp.zeros((batch_size,), jnp.int32),
             first=jnp.zeros((batch_size, 2), jnp.int32),
             expected=jnp.zeros((batch_size, 2), jnp.float32),
-            num_drafts=jnp.zeros((batch_size,), jnp.int32),
+            num_drafts=jnp.zeros((batch_size, 2), jnp.int32),
             is_lookup=jnp.zeros((batch_size,), bool),
             lookup=jnp.zeros((batch_size, 2), jnp.float32),
             head=jnp.zeros((batch_size, 2), jnp.float32),
@@ -78,34 +78,39 @@ class _Memory(NamedTuple):
     def after(self, context: DraftContext) -> _Memory:
         """Returns the memory with what became of the last drafts, as far as the text shows.
 
-        All new tokens but the last were drafts that were accepted. A first draft that equals the
-        only new token was not verified: nobody wanted drafts, or others were verified.
+        All new tokens but the last were drafts that were accepted, of the lookup or the head, or
+        of another in their place, such as a grammar, which may have had more or others. A first
+        draft that equals the only new token was not verified: nobody wanted drafts, or others were
+        verified. A draft after accepted ones counts as rejected, also where a limit of the request
+        dropped it, which the text does not show.
         """
-        # A step adds the drafts that it accepts, and one token more: num_new - 1 were accepted.
-        num_new = context.lengths - self.length
+        # [B] -> [B, 1]: a step adds the drafts that it accepts, and one token more
+        num_new = (context.lengths - self.length)[:, None]
         # [B] -> [B, 1]: the first of the new tokens, at the position of the drafts that came first
         came = jnp.take_along_axis(context.token_ids, self.length[:, None], axis=1, mode="clip")
         # [B, 2]: how many drafts of the lookup, and of the head, are known to be right. The number
         # of accepted drafts is read below only for the one of the two that was verified.
+        # Of accepted drafts that begin with another token, none was theirs.
         is_right = (self.first == came).astype(jnp.int32)
-        num_right = jnp.maximum(num_new[:, None] - 1, is_right)
-        is_known = (self.length > 0) & (num_new > 0)
+        num_right = is_right * jnp.clip(num_new - 1, 1, self.num_drafts)
+        is_known = (self.length > 0)[:, None] & (num_new > 0)
         # [B, 2]: right and expected, of all drafts of a lookup that was verified, or of its first.
         # Had its drafts been verified, a right first one would have come with one token more.
-        was_verified = self.is_lookup & ((num_new > 1) | (is_right[:, 0] == 0))
+        was_verified = self.is_lookup[:, None] & ((num_new > 1) | (is_right[:, :1] == 0))
         lookup = jnp.where(
-            was_verified[:, None],
+            was_verified,
             jnp.stack([num_right[:, 0].astype(jnp.float32), self.expected[:, 1]], axis=1),
             jnp.stack([is_right[:, 0].astype(jnp.float32), self.expected[:, 0]], axis=1),
         )
         # [B, 2]: accepted and verified, of the head's drafts. The first that is wrong was verified,
-        # those after it were not; if all are right, there is none that is wrong.
-        visited = jnp.minimum(num_right[:, 1] + 1, self.num_drafts)
-        head = jnp.stack([num_right[:, 1], visited], axis=1).astype(jnp.float32)
+        # those after it were not; if all are right, there is none that is wrong. Of drafts past the
+        # new tokens nothing is known.
+        visited = jnp.minimum(num_right + 1, jnp.minimum(num_new, self.num_drafts))
+        head = jnp.stack([num_right[:, 1], visited[:, 1]], axis=1).astype(jnp.float32)
         # [B, 2]: who learns: the lookup, of any step; the head, only of steps with its own drafts.
         # Neither learns of a step in which it drafted nothing.
         taught = (
-            is_known[:, None]
+            is_known
             & (self.first >= 0)
             & jnp.stack([jnp.ones_like(self.is_lookup), ~self.is_lookup], axis=1)
         )
@@ -115,7 +120,7 @@ class _Memory(NamedTuple):
             head=jnp.where(taught[:, 1:], _FADE * self.head + head, self.head),
         )
 
-    def prefers_lookup(self, found: Lookup, k: int) -> jax.Array:
+    def prefers_lookup(self, looked_up: Lookup, k: int) -> jax.Array:
         """Returns ``[B]`` bool, whether a lookup promises more accepted drafts than a head.
 
         The counts of a lookup are careful: one occurrence is a half, whatever came of those before.
@@ -125,7 +130,7 @@ class _Memory(NamedTuple):
         # A scaled chance is one still: at most 1.
         right, due = self.lookup.T
         scale = (right + _WEIGHT) / (due + _WEIGHT)
-        by_lookup = jnp.sum(jnp.minimum(scale[:, None] * found.probabilities, 1.0), axis=1)
+        by_lookup = jnp.sum(jnp.minimum(scale[:, None] * looked_up.probabilities, 1.0), axis=1)
         # [B, K] -> [B]: rate + rate^2 + ..., since a draft is accepted only after all before it
         accepted, visited = self.head.T
         rate = (accepted + _WEIGHT * _FIRST_RATE) / (visited + _WEIGHT)
@@ -133,18 +138,20 @@ class _Memory(NamedTuple):
         return by_lookup > by_head
 
     def with_drafts(
-        self, context: DraftContext, found: Lookup, drafts: jax.Array, is_lookup: jax.Array
+        self, context: DraftContext, looked_up: Lookup, drafts: jax.Array, is_lookup: jax.Array
     ) -> _Memory:
         """Returns the memory with this step's drafts of the lookup and of the head.
 
         That of a request that does not run stays: its next tokens may be those of its prompt.
         """
+        # [B, K] twice -> [B, 2, K]
+        both = jnp.stack([looked_up.token_ids, drafts], axis=1)
         new = self._replace(
             length=context.lengths,
-            first=jnp.stack([found.token_ids[:, 0], drafts[:, 0]], axis=1),
-            expected=jnp.stack([found.probabilities[:, 0], found.scores], axis=1),
-            # [B, K] -> [B]: those before the first -1
-            num_drafts=jnp.cumprod((drafts >= 0).astype(jnp.int32), axis=1).sum(1, dtype=jnp.int32),
+            first=both[:, :, 0],
+            expected=jnp.stack([looked_up.probabilities[:, 0], looked_up.scores], axis=1),
+            # [B, 2, K] -> [B, 2]: those before the first -1
+            num_drafts=jnp.cumprod((both >= 0).astype(jnp.int32), axis=2).sum(2, dtype=jnp.int32),
             is_lookup=is_lookup,
         )
         # [B] -> [B, 1]: fields are [B] or [B, 2]
@@ -283,20 +290,22 @@ def _with_batch_axis(memory: _Memory, axis: int) -> _Memory:
     return jax.tree.map(lambda x: x.reshape((1,) * axis + x.shape), memory)
 
 
-def _memory_of(every: _Memory, slots: jax.Array | None, axis: int) -> _Memory:
+def _memory_of(all_memory: _Memory, slots: jax.Array | None, axis: int) -> _Memory:
     """Returns the memory of some requests, or of all, whose first axes hold them."""
     if slots is not None:
         # Of `like` the shapes alone are read: they say how many entries a request has.
         like = _with_batch_axis(_Memory.create(slots.shape[0]), axis)
-        every = take_cache(every, like, slots, axis)
+        all_memory = take_cache(all_memory, like, slots, axis)
     # [1, .., B, ..] -> [B, ..]
-    return jax.tree.map(lambda x: x.reshape(x.shape[axis:]), every)
+    return jax.tree.map(lambda x: x.reshape(x.shape[axis:]), all_memory)
 
 
-def _with_memory_of(every: _Memory, memory: _Memory, slots: jax.Array | None, axis: int) -> _Memory:
+def _with_memory_of(
+    all_memory: _Memory, memory: _Memory, slots: jax.Array | None, axis: int
+) -> _Memory:
     """Returns the memory of all requests, of which some, or all, have a new one."""
     memory = _with_batch_axis(memory, axis)
     if slots is None:
         return memory
-    found: _Memory = put_cache(every, memory, slots, axis)
-    return found
+    all_memory = put_cache(all_memory, memory, slots, axis)
+    return all_memory

@@ -204,9 +204,9 @@ class ModelDrafter(Drafter):
           cache: the model's.
         """
         # [Vd], known when the program is traced. Rows on target ids need columns up to the largest
-        # of them, and no more.
+        # of them, and no more: without a list, those that the model has.
         target_ids = self._target_ids
-        ids = ids_of(None, 0)
+        ids = ids_of(None, self.model.vocab_size)
         if target_ids is not None:
             ids = ids_of(jnp.asarray(target_ids), int(target_ids.max()) + 1)
 

@@ -50,7 +50,8 @@ class DraftContext:
 
     Attributes:
       token_ids: ``[B, L]`` int32, the sequences so far; undefined past their lengths. L is at least
-        a sequence's length and K + 1, so that caches of L positions have room for drafts.
+        the length of a sequence plus K + 1, with the most drafts K of any step, so that all rows of
+        a step have a position of their own in caches of L positions.
       lengths: ``[B]`` int32, at least 1: absolute position of the first draft.
       sampling: temperatures and filters.
       keys: ``[B]`` typed keys.

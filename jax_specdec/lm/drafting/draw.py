@@ -31,7 +31,7 @@ class Ids:
     """All ids in their order: column ``j`` is id ``j``.
 
     Attributes:
-      vocab_size: V, greater than any of the ids; not read where columns are ids.
+      vocab_size: V, greater than any of the ids.
     """
 
     vocab_size: int
@@ -53,11 +53,11 @@ class Ids:
         """Returns the ids of some columns ``[N, C]`` of each row."""
         return _ListedIds(self.vocab_size, columns)
 
-    def on_target(self, logits: jax.Array) -> jax.Array:
+    def to_vocabulary(self, logits: jax.Array) -> jax.Array:
         """Returns ``[N, V]`` of ``[N, Vd]``: each logit at its target id, -inf at the others."""
         return logits
 
-    def of_target(self, rows: jax.Array) -> jax.Array:
+    def to_columns(self, rows: jax.Array) -> jax.Array:
         """Returns the columns ``[N, Vd]`` of rows ``[N, V]``."""
         return rows
 
@@ -80,12 +80,12 @@ class _MappedIds(Ids):
         # [Vd] -> [N, C]: each row has its own columns
         return _ListedIds(self.vocab_size, self.ids[columns])
 
-    def on_target(self, logits: jax.Array) -> jax.Array:
+    def to_vocabulary(self, logits: jax.Array) -> jax.Array:
         # [N, Vd] -> [N, V]: an id that the drafter does not score is never drawn
         rows = jnp.full((logits.shape[0], self.vocab_size), -jnp.inf, logits.dtype)
         return rows.at[:, self.ids].set(logits)
 
-    def of_target(self, rows: jax.Array) -> jax.Array:
+    def to_columns(self, rows: jax.Array) -> jax.Array:
         return rows[:, self.ids]
 
 
@@ -115,12 +115,12 @@ class _ListedIds(Ids):
     def at(self, columns: jax.Array) -> Ids:
         return _ListedIds(self.vocab_size, jnp.take_along_axis(self.ids, columns, axis=1))
 
-    def on_target(self, logits: jax.Array) -> jax.Array:
+    def to_vocabulary(self, logits: jax.Array) -> jax.Array:
         # [N, C] -> [N, V]
         rows = jnp.full((logits.shape[0], self.vocab_size), -jnp.inf, logits.dtype)
         return jnp.put_along_axis(rows, self.ids, logits, axis=1, inplace=False)
 
-    def of_target(self, rows: jax.Array) -> jax.Array:
+    def to_columns(self, rows: jax.Array) -> jax.Array:
         return jnp.take_along_axis(rows, self.ids, axis=1)
 
 
@@ -181,7 +181,7 @@ class Draws:
         sharding = self.sharding
         if self.now is not None:
             # [B, Vd] -> [B, V] -> [B, Vd]: processors know target ids
-            logits = ids.of_target(self.now.processed(ids.on_target(logits)))
+            logits = ids.to_columns(self.now.processed(ids.to_vocabulary(logits)))
         if self.store is not None:
             # Rounded before anything is drawn, so that q is what is stored. Verification reads the
             # stored row, and is exact only for the distribution that the draft was drawn from.
@@ -329,7 +329,7 @@ def _draw(
     shares_noise = is_sampled and config.rejection_sample_method == "agreement"
     if shares_noise and ids.columns is not None:
         # [N, Vd] -> [N, V]: the target draws in tiles of its ids, and this shares its noise
-        logits = ids.on_target(logits)
+        logits = ids.to_vocabulary(logits)
         ids = Ids(ids.vocab_size)
         sharding = None
     rows = DraftRows(logits, context.sampling, context.lengths, offset, ids.columns)

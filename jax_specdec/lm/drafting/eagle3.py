@@ -142,7 +142,9 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         size = features.shape[1]
         longest = context.token_ids.shape[1] + (TREE_MASK_BITS if self.tree_depth else 0)
         # [B]: the position of the first of these, so that the last one is n - 1. Rows of rejected
-        # drafts come after it. A request that runs has room for all S; the bound is for others.
+        # drafts come after it. A text has room for K + 1 tokens more (`DraftContext`), and S is at
+        # most K + 1; it has no more features than tokens. So the bounds move no rows of a request
+        # that runs: they are for empty slots, whose features were those of another text.
         start = jnp.clip(context.lengths - 1 - num_features, 0, longest - size)
         # [B, S]: row i reads the features of token i, and token i + 1
         place = start[:, None] + 1 + jnp.arange(size, dtype=jnp.int32)[None, :]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.base.arrays import check_int, check_type, require
+from jax_specdec._src.base.arrays import check_int, check_type, known_values, require
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
@@ -92,11 +92,12 @@ class RetokenizingDrafter(ModelDrafter):
         require(self.ids is not None, "ids", "be a list of target ids", self.ids)
 
     def check_params(self, name: str, params: Params) -> None:
-        """Checks the model's weights and the pieces.
+        """Checks the model's weights and the pieces; under `jit` not what the pieces are.
 
         Raises:
           TypeError: they are no `RetokenizedParams`, or of another dtype.
-          ValueError: a shape does not fit, or an id of `ids` has no pieces.
+          ValueError: a shape does not fit, or an id of the target has no pieces, some after a -1,
+            or one that is no id of the model.
         """
         check_type(name, params, RetokenizedParams)
         super().check_params(f"{name}.model", params.model)
@@ -107,6 +108,19 @@ class RetokenizingDrafter(ModelDrafter):
         must = f"be [V, M], M at most {MOST_PIECES}, with V above all of drafter.ids"
         require(is_table, f"{name}.pieces", must, params.pieces)
         check_leaf(f"{name}.pieces", params.pieces, shape, jnp.int32)
+        pieces = known_values(params.pieces)
+        if pieces is None:
+            return
+        # [V, M] -> [V]: the first is a piece, and so is each one before another piece. `_pieces_at`
+        # finds a piece by how many there are before it.
+        size = self.model.vocab_size
+        is_piece = pieces >= 0
+        holds = is_piece[:, 0] & (is_piece[:, 1:] <= is_piece[:, :-1]).all(axis=1)
+        holds &= (pieces < size).all(axis=1)
+        must = f"be at least one id below model.vocab_size = {size}, then -1"
+        # The first row that does not hold, if one does not
+        row = int(np.argmin(holds))
+        require(holds.all(), f"{name}.pieces[{row}]", must, pieces[row].tolist())
 
     @property
     def serves(self) -> DrafterServes:
@@ -298,18 +312,18 @@ def _ids_by_text(texts: list[bytes | str]) -> dict[bytes | str, int]:
     return {text: token_id for token_id, text in enumerate(texts) if text}
 
 
-def _spelled(text: bytes | str, own: Mapping[bytes | str, int]) -> list[int]:
+def _spelled(text: bytes | str, draft_ids: Mapping[bytes | str, int]) -> list[int]:
     """Returns the draft model's ids that spell a text, at least one."""
-    if text in own:
-        return [own[text]]
+    if text in draft_ids:
+        return [draft_ids[text]]
     # The name of a special token that the draft model has not is read as plain text.
     remaining = text.encode() if isinstance(text, str) else text
     pieces = []
     while remaining:
         # The longest token that the text begins with; a byte that begins none is passed over.
-        size = next((n for n in range(len(remaining), 0, -1) if remaining[:n] in own), 0)
+        size = next((n for n in range(len(remaining), 0, -1) if remaining[:n] in draft_ids), 0)
         if size:
-            pieces.append(own[remaining[:size]])
+            pieces.append(draft_ids[remaining[:size]])
         remaining = remaining[size or 1 :]
     # At least one: an id without a piece would share the end of the one before it.
     return pieces or [0]

@@ -324,7 +324,7 @@ def likeliest(
         return x.reshape(batch_size * num_rows, *x.shape[2:])
 
     # [B, R, Vd] -> [B, R, V]: processors know target ids, and races are run in tiles of them
-    logits = ids.on_target(flat(logits)).reshape(batch_size, num_rows, -1)
+    logits = ids.to_vocabulary(flat(logits)).reshape(batch_size, num_rows, -1)
     if context.processors is not None:
         logits = jax.vmap(context.processed, in_axes=1, out_axes=1)(logits)
     # [B] -> [B*R]: the parameters of each row's request

@@ -38,8 +38,8 @@ from jax_specdec.lm.models.config import LayerSpec, Shapes, layer_shapes
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
 from jax_specdec.lm.models.int8 import Int8Weight, matmul
 from jax_specdec.lm.models.layers import (
-    LayerAttend,
-    OwnHeads,
+    AttendInLayer,
+    NewHeads,
     Weights,
     decoder_layer,
     embed_tokens,
@@ -326,7 +326,7 @@ class BlockHead(DraftHead):
         step = Pass.of([block], cache, config.layers)
         new_cache = list(cache)
 
-        def attend(index: int, query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
+        def attend(index: int, query: jax.Array, key: NewHeads, value: NewHeads) -> jax.Array:
             # [B, S, N, D]: keys and values of the block are written, then all rows read
             spec = config.layers[index]
             read, new_cache[index] = step.attend(
@@ -343,7 +343,7 @@ class BlockHead(DraftHead):
         return BlockOutput(head_logits(config, params, states), states, new_cache)
 
     def run(
-        self, params: Weights, embedded: jax.Array, positions: jax.Array, attend: LayerAttend
+        self, params: Weights, embedded: jax.Array, positions: jax.Array, attend: AttendInLayer
     ) -> jax.Array:
         """Runs the layers around a given attention: what `apply` and training share.
 

@@ -26,7 +26,7 @@ from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, he
 from jax_specdec.lm.models.int8 import matmul
 from jax_specdec.lm.models.layers import (
     Attend,
-    OwnHeads,
+    NewHeads,
     Weights,
     embed_tokens,
     feed_forward,
@@ -230,7 +230,7 @@ class Eagle3Head(DraftHead):
         check_array("states", states, f"[B, S, H] {self.dtype}", sizes)
 
         # All S rows are written, whichever of them is asked about.
-        def attend(query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
+        def attend(query: jax.Array, key: NewHeads, value: NewHeads) -> jax.Array:
             nonlocal layer
             read, layer = step.attend(spec, query, key, value, layer)
             return read

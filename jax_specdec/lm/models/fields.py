@@ -1,11 +1,10 @@
 """Checks of numbers from files and callers, and how messages quote them.
 
-Configs of models are dataclasses that call `check_fields` before rules of their own. Their modules
-have no ``from __future__ import annotations``: with it, the type of a field would be a string, and
-no rule would be found for it.
+Configs of models are dataclasses that call `check_fields` before rules of their own.
 """
 
 import dataclasses
+import functools
 import reprlib
 import typing
 from pathlib import Path
@@ -56,14 +55,22 @@ def check_fields(config: Any) -> None:
       ValueError: an integer is not positive or more than int32 holds, a number is not positive or
         not one that float32 holds, or a switch is not a boolean.
     """
+    types = _types_of(config.__class__)
     for field in dataclasses.fields(config):
+        kind = types[field.name]
         value = getattr(config, field.name)
         least = field.metadata.get("least", 1)
-        if (rule := _broken_rule(field.type, value, least)) is not None:
+        if (rule := _broken_rule(kind, value, least)) is not None:
             refuse(ValueError, field.name, f"be {rule}", value)
-        if field.type is float or (field.type == float | None and value is not None):
+        if kind is float or (kind == float | None and value is not None):
             # By `object`, because the dataclass is frozen.
             object.__setattr__(config, field.name, float(value))
+
+
+@functools.cache
+def _types_of(config_class: type) -> dict[str, Any]:
+    """Returns the type of each field, also where annotations are strings; `Annotated` as it is."""
+    return typing.get_type_hints(config_class, include_extras=True)
 
 
 def _broken_rule(kind: Any, value: object, least: int) -> str | None:

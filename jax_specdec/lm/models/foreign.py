@@ -110,7 +110,9 @@ class OneIndexModel(OneGroup):
         length = token_ids.shape[1]
         max_length = room.shape[1]
 
-        def one(token_ids: jax.Array, start: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        def run_request(
+            token_ids: jax.Array, start: jax.Array, cache: Cache
+        ) -> tuple[jax.Array, Cache]:
             """Returns logits ``[S, V]`` of one request, and its cache."""
             # One request: token_ids [S], start [], positions [S], mask [S, T].
             positions = start + jnp.arange(length, dtype=jnp.int32)
@@ -124,8 +126,8 @@ class OneIndexModel(OneGroup):
             # [1, S, V] -> [S, V]
             return logits[0], after
 
-        # Over requests: [B, S, V]. The weights are the same for all: `one` closes over them.
-        logits, caches = jax.vmap(one)(token_ids, start, caches)
+        # Over requests: [B, S, V]. `run_request` closes over the weights, the same for all.
+        logits, caches = jax.vmap(run_request)(token_ids, start, caches)
         return logits, (caches, room)
 
 

@@ -30,7 +30,7 @@ from jax_specdec.lm.models.cache import Layer, Pass
 from jax_specdec.lm.models.config import LayersConfig, LayerSpec, Norm, Shapes, layer_shapes
 from jax_specdec.lm.models.int8 import matmul
 from jax_specdec.lm.models.layers import (
-    OwnHeads,
+    NewHeads,
     Weights,
     check_weights,
     decoder_layer,
@@ -212,8 +212,11 @@ class GemmaAssistantHead:
           A dict; see `weight_shapes`. `target_ids` are in order.
         """
         c = self.config
-        # Vectors come out as norms, so `target_ids` are written over.
+        # Vectors come out as norms of the head's kind, so `target_norm` and `target_ids` are
+        # written over.
         params = random_weights(self.weight_shapes, key, self.dtype, c.layers)
+        is_one = not c.target_norm.adds_one
+        params["target_norm"] = jnp.full((c.target_hidden_size,), is_one, self.dtype)
         if target_params is not None:
             params |= target_arrays(target_params)
         if c.num_centroids is not None:
@@ -276,7 +279,7 @@ class GemmaAssistantHead:
         if self.dtype.itemsize == 2:
             step = step.with_two_rows()
 
-        def attend(index: int, query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
+        def attend(index: int, query: jax.Array, key: NewHeads, value: NewHeads) -> jax.Array:
             # Layers have no key and value: nothing is written, and the cache comes back as it was.
             spec = c.layers[index]
             return step.attend(spec, query, key, value, read[index], first_alone)[0]

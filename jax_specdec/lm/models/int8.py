@@ -112,7 +112,7 @@ def quantize(params: Params, bits: int = 8) -> Params:
         params = {**params, "lm_head": params["embed_tokens"]}
     embedding = params.get("embed_tokens")
 
-    def one(path: KeyPath, weight: jax.Array | Int8Weight) -> jax.Array | Int8Weight:
+    def quantize_weight(path: KeyPath, weight: jax.Array | Int8Weight) -> jax.Array | Int8Weight:
         """Returns a weight, as an `Int8Weight` if it is a matrix that products are taken with."""
         where = "params" + jax.tree_util.keystr(path)
         is_array = isinstance(weight, Int8Weight) or hasattr(weight, "ndim")
@@ -131,7 +131,7 @@ def quantize(params: Params, bits: int = 8) -> Params:
         is_by_output = has_outputs_first(name, weight.shape, rows_and_columns)
         return quantized(weight if is_by_output else weight.T)
 
-    return jax.tree.map_with_path(one, params, is_leaf=is_int8)
+    return jax.tree.map_with_path(quantize_weight, params, is_leaf=is_int8)
 
 
 def is_int8(value: object) -> bool:

@@ -190,9 +190,11 @@ def _multiply(shape: Int8Shape, operands: Int8Operands, interpreted: bool) -> No
     def multiply() -> None:
         if lends:
             plgpu.set_max_registers(232, action="increase")
-        own = warpgroup * OUTPUTS
-        total = _sums(shape, operands, own, num_tiles, interpreted)
-        place = operands.sums.at[split, pl.ds(output + own, OUTPUTS), pl.ds(row, shape.rows)]
+        first_output = warpgroup * OUTPUTS
+        total = _sums(shape, operands, first_output, num_tiles, interpreted)
+        place = operands.sums.at[
+            split, pl.ds(output + first_output, OUTPUTS), pl.ds(row, shape.rows)
+        ]
         place[...] = total
 
 
@@ -234,7 +236,7 @@ def _bring(
 def _sums(
     shape: Int8Shape,
     operands: Int8Operands,
-    own: jax.Array,
+    first_output: jax.Array,
     num_tiles: jax.Array,
     interpreted: bool,
 ) -> jax.Array:
@@ -245,7 +247,7 @@ def _sums(
         """Returns integers ``[64, tile]`` in 16 bits, rows ``[tile, rows]``, and who waits."""
         slot = lax.rem(i, jnp.int32(shape.stages))
         plgpu.barrier_wait(operands.came.at[slot])
-        values = operands.tile_of_values.at[slot, pl.ds(own, OUTPUTS)]
+        values = operands.tile_of_values.at[slot, pl.ds(first_output, OUTPUTS)]
         rows = operands.tile_of_rows.at[slot].transpose((1, 0))
         if interpreted:
             return values[...].astype(rows.dtype), rows, operands.read.at[slot]

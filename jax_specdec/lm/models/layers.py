@@ -28,18 +28,19 @@ LayerWeights = dict[str, Any]
 Weights = dict[str, Any]
 """The params of a decoder or head: arrays, and the weights of its layers; see `param_shapes`."""
 
-OwnHeads = jax.Array | None
+NewHeads = jax.Array | None
 """Keys or values of the new tokens, an array; None where a layer reads those of another."""
 
-Attend = Callable[[jax.Array, OwnHeads, OwnHeads], jax.Array]
+Attend = Callable[[jax.Array, NewHeads, NewHeads], jax.Array]
 """`attend(query, key, value)`: what the heads of a layer read. query ``[B, S, N, D]``, key and
 value ``[B, S, N_kv, D]`` of the S new tokens, rotated already; returns ``[B, S, N, D]``."""
 
-LayerAttend = Callable[[int, jax.Array, OwnHeads, OwnHeads], jax.Array]
-"""An `Attend` of several layers: the index of the layer comes first."""
+AttendInLayer = Callable[[int, jax.Array, NewHeads, NewHeads], jax.Array]
+"""An `Attend` in one of several layers, whose index comes first."""
 
 Regularize = Callable[[jax.Array], jax.Array]
-"""Applied to the ``[B, S, H]`` that each half of a layer adds to the residual stream."""
+"""Applied to the ``[B, S, H]`` that each half of a layer adds to the residual stream. It may be a
+sum over devices: each weight of a branch before it is cut in `TensorParallelLlama`, biases too."""
 
 
 def unchanged(branch: jax.Array) -> jax.Array:
@@ -125,7 +126,7 @@ def self_attention(
 
 def rotated_heads(
     spec: LayerSpec, layer: LayerWeights, h: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, OwnHeads, OwnHeads]:
+) -> tuple[jax.Array, NewHeads, NewHeads]:
     """Returns query ``[B, S, N, D]``, key and value ``[B, S, N_kv, D]`` of `self_attention`.
 
     Key and value are None where the layer has those of another.
@@ -254,17 +255,19 @@ def random_weights(
     """Returns random weights of the structure of `shapes`.
 
     Matrices are normal with variance 1 / fan-in, those that write to the residual stream divided
-    by a further 2 L, with L the number of layers; norms multiply by one, biases are zero.
+    by a further 2 L, with L the number of layers; norms and scalars multiply by one, biases are
+    zero.
     """
     leaves, treedef = jax.tree.flatten_with_path(shapes, is_leaf=is_shape)
-    # Where 1 + w stands for w, a norm that multiplies by one has w = 0.
-    is_one = not layers[-1].norm.adds_one
     arrays = []
     for leaf_key, (path, shape) in zip(jax.random.split(key, len(leaves)), leaves, strict=True):
         name = path[-1].key
         if len(shape) == 1:
-            # Of norms and biases: True is 1, False is 0.
-            arrays.append(jnp.full(shape, is_one and not name.endswith("bias"), dtype))
+            # Of a norm, a scalar or a bias, of ["layers"][index] or beside the layers. Where 1 + w
+            # stands for w, a norm that multiplies by one has w = 0.
+            norm = layers[path[1].idx if len(path) == 3 else -1].norm
+            is_zero = name.endswith("bias") or (norm.adds_one and name != "layer_scalar")
+            arrays.append(jnp.full(shape, 0 if is_zero else 1, dtype))
             continue
         # An embedding is [V, H], the rows of groups of ids [M, V / M, H]; all others [in, out].
         is_by_id = name.startswith("embed_tokens") or len(shape) > 2

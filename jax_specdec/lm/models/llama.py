@@ -28,8 +28,8 @@ from jax_specdec.lm.models.cache import Pass, check_length, check_rows, empty_ca
 from jax_specdec.lm.models.config import DecoderConfig, Shapes, param_shapes
 from jax_specdec.lm.models.int8 import matmul
 from jax_specdec.lm.models.layers import (
-    LayerAttend,
-    OwnHeads,
+    AttendInLayer,
+    NewHeads,
     Regularize,
     Weights,
     check_weights,
@@ -105,7 +105,7 @@ class Llama:
         """Returns random weights in the compute dtype, of the structure that `apply` takes.
 
         Matrices are normal with variance 1 / fan-in, those that write to the residual stream
-        divided by a further 2 L; norms multiply by one, biases are zero.
+        divided by a further 2 L; norms and scalars multiply by one, biases are zero.
 
         Args:
           key: a typed PRNG key.
@@ -211,7 +211,7 @@ class Llama:
         embedded = embed(params["embed_tokens"], step.token_ids)
         new_cache = list(cache)
 
-        def attend(layer: int, query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
+        def attend(layer: int, query: jax.Array, key: NewHeads, value: NewHeads) -> jax.Array:
             spec = specs[layer]
             # A layer without keys of its own reads those that an earlier one has just written.
             owner = layer if spec.keys_of is None else spec.keys_of
@@ -242,7 +242,7 @@ class Llama:
         params: Weights,
         embedded: jax.Array,
         positions: jax.Array,
-        attend: LayerAttend,
+        attend: AttendInLayer,
         regularize: Regularize = unchanged,
         aux_hidden_state_layers: tuple[int, ...] = (),
     ) -> tuple[jax.Array, jax.Array | None]:
@@ -299,7 +299,7 @@ class Llama:
         params: Weights,
         embedded: jax.Array,
         positions: jax.Array,
-        attend: LayerAttend,
+        attend: AttendInLayer,
         regularize: Regularize,
         aux_hidden_state_layers: tuple[int, ...],
         layer_inputs: jax.Array | None,

@@ -592,7 +592,7 @@ def run_in_slots(
     # Take the caches of R slots, [.., S entries, ..] -> [.., R entries, ..]; run; put them back.
     assert rows.slots is not None
     empty = owner.init_cache(rows.slots.shape[0], length)
-    some = take_cache(cache, empty, rows.slots, axis)
+    slots_cache = take_cache(cache, empty, rows.slots, axis)
     is_new = rows.start == 0
 
     def cleared(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -605,8 +605,8 @@ def run_in_slots(
         shape[axis] = is_new_entry.shape[0]
         return jnp.where(is_new_entry.reshape(shape), new, old)
 
-    some, result = run(jax.tree.map(cleared, some, empty))
-    return put_cache(cache, some, rows.slots, axis), result
+    slots_cache, result = run(jax.tree.map(cleared, slots_cache, empty))
+    return put_cache(cache, slots_cache, rows.slots, axis), result
 
 
 def take_cache(cache: Cache, like: Cache, slots: jax.Array, axis: int) -> Cache:
@@ -619,11 +619,11 @@ def take_cache(cache: Cache, like: Cache, slots: jax.Array, axis: int) -> Cache:
       axis: that holds the requests.
     """
 
-    def take(all_: jax.Array, some: jax.Array) -> jax.Array:
-        size = some.shape[axis] // slots.shape[0]  # entries of one request
+    def take(array: jax.Array, like: jax.Array) -> jax.Array:
+        size = like.shape[axis] // slots.shape[0]  # entries of one request
         # R times [.., entries, ..] -> [.., R entries, ..]
         rows = [
-            lax.dynamic_slice_in_dim(all_, slots[row] * size, size, axis)
+            lax.dynamic_slice_in_dim(array, slots[row] * size, size, axis)
             for row in range(slots.shape[0])
         ]
         return jnp.concatenate(rows, axis=axis)
@@ -631,23 +631,23 @@ def take_cache(cache: Cache, like: Cache, slots: jax.Array, axis: int) -> Cache:
     return jax.tree.map(take, cache, like)
 
 
-def put_cache(cache: Cache, some: Cache, slots: jax.Array, axis: int) -> Cache:
+def put_cache(cache: Cache, slots_cache: Cache, slots: jax.Array, axis: int) -> Cache:
     """Returns `cache` with the caches of R requests in the place of what `slots` held.
 
     Args:
       cache: of S requests; changed in place if it is donated.
-      some: of R requests.
+      slots_cache: of R requests.
       slots: ``[R]`` int32.
       axis: that holds the requests.
     """
 
-    def put(all_: jax.Array, new: jax.Array) -> jax.Array:
+    def put(array: jax.Array, new: jax.Array) -> jax.Array:
         size = new.shape[axis] // slots.shape[0]  # entries of one request
         # One after another: a scatter would copy the cache where `axis` is not the first.
         for row in range(slots.shape[0]):
             # [.., R entries, ..] -> [.., entries, ..]
             entries = lax.slice_in_dim(new, row * size, (row + 1) * size, axis=axis)
-            all_ = lax.dynamic_update_slice_in_dim(all_, entries, slots[row] * size, axis)
-        return all_
+            array = lax.dynamic_update_slice_in_dim(array, entries, slots[row] * size, axis)
+        return array
 
-    return jax.tree.map(put, cache, some)
+    return jax.tree.map(put, cache, slots_cache)

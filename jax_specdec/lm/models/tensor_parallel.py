@@ -295,7 +295,11 @@ class TensorParallelLlama:
             # [H, 2 I] -> [H, I] twice: each device has the same columns of both
             halves = np.split(x, 2, axis=1)
             return np.concatenate([_slice(half.T, device, n).T for half in halves], axis=1)
-        # All else is whole on every device, such as norms, which see the whole residual stream.
+        if name == "o_bias":
+            # [H]: part of a branch that is summed over devices, so one of them adds it.
+            return x if device == 0 else np.zeros_like(x)
+        # All else is whole on every device: what is computed before a branch is cut, as its norm,
+        # or after it is summed, as norms around it, the input of each layer, and its scalar.
         return x
 
     def _spec(self, path: KeyPath) -> LayerSpec:
