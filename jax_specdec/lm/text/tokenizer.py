@@ -18,8 +18,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import re
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,8 @@ from jax_specdec.lm.formats.text_keys import check_prefix_space, check_text_keys
 from jax_specdec.lm.formats.token_ids import TOKENIZER_FILE, read_token_ids, stop_token_ids
 from jax_specdec.lm.models.fields import MAX_INT, is_token_id, quoted, reason, shown
 from jax_specdec.lm.text.bytes import id_list
-from jax_specdec.lm.text.chat import Message, check_messages, read_chat_template
+from jax_specdec.lm.text.chat import Message, read_chat_template
+from jax_specdec.lm.text.marks import Marks
 
 _REPLACEMENT = "\ufffd"
 
@@ -103,16 +102,18 @@ class Tokenizer:
 
         Args:
           messages: each with a "role", such as "user", and a "content".
-          plain_messages: messages hold no special tokens: what spells one is encoded as text. If
-            not, it becomes one, as in `transformers`, and so may begin another role's message.
+          plain_messages: messages hold no special tokens: what spells one is encoded as text,
+            wherever it is in a message, and a template that looks for one there finds none. If
+            not, it becomes one, as in `transformers`, and so may begin another role's message. What
+            the template joins with a text, such as ``"<" + role + ">"``, is the template's.
           **variables: for the template, such as ``enable_thinking=False``.
 
         Raises:
           ImportError: the `jinja2` library is not installed.
           OSError: a file cannot be opened.
-          TypeError: `messages` is something else.
+          TypeError: `messages` is something else, or of plain ones a part is none of JSON.
           ValueError: there is no template, it cannot be applied to the messages or leaves one out,
-            or the tokenizer has no ids for the text.
+            or changes what is to be kept as text; or the tokenizer has no ids for the text.
 
         Example:
           >>> import tempfile, tokenizers
@@ -130,34 +131,44 @@ class Tokenizer:
         # The template writes the tokens that begin a text: the tokenizer must not add them again.
         if not plain_messages:
             return self.encode(self.chat_text(messages, **variables), add_special_tokens=False)
-        # A mark stands for what spells a special token, until the template has written it. What is
-        # a special token in the text after that is the template's own.
-        mark = uuid.uuid4().hex
-        spelled: list[str] = []  # what the marks 0, 1, ... stand for
-
-        def marked(value: object) -> object:
-            if not isinstance(value, str):
-                return value
-            # Text, special token, text, ..., text.
-            pieces = self._split_at_special_tokens(value)
-            for i in range(1, len(pieces), 2):
-                spelled.append(pieces[i])
-                pieces[i] = f"{mark}{len(spelled) - 1}-"
-            return "".join(pieces)
-
-        check_messages(messages)
-        # All members that are text, for a template may write any of them, such as a name.
-        plain = [{key: marked(x) for key, x in message.items()} for message in messages]
-        # Text, number of a mark, text, number, ..., text.
-        pieces = re.split(f"{mark}([0-9]+)-", self.chat_text(plain, **variables))
+        pieces = self._plain_chat(messages, variables)
         ids = self.encode(pieces[0], add_special_tokens=False)
-        for number, piece in zip(pieces[1::2], pieces[2::2], strict=True):
-            ids += self._encode_without_special_tokens(spelled[int(number)])
+        for spelled, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+            ids += self._encode_without_special_tokens(spelled)
             ids += self.encode(piece, add_special_tokens=False)
         return ids
 
+    def _plain_chat(self, messages: Sequence[Message], variables: dict[str, Any]) -> list[str]:
+        """Returns pieces of a conversation: text, what is no special token, text, ..., text.
+
+        Special tokens in the text are the template's own. Raises as `encode_chat` does.
+        """
+        # First as it is: errors show the texts of the messages, not marks in them.
+        text = self.chat_text(messages, **variables)
+        written = []
+        for _ in range(2):
+            marks = Marks(self._split_at_special_tokens)
+            marked = [marks.put_into(x, f"messages[{i}]") for i, x in enumerate(messages)]
+            if not marks:
+                return [text]
+            written.append(marks.take_out(self.chat_text(marked, **variables)))
+        # Templates leave out messages and thoughts by intent, and marks with them. One that changes
+        # a text, or cuts it within a mark, leaves a part of the mark, which is random: the second
+        # time it is another.
+        if written[0] != written[1]:
+            name = read_chat_template(self.path.parent).path.name
+            changes = "has a chat template that changes the texts of messages"
+            raise ValueError(
+                f"{name} {changes}, so that what spells a special token cannot be kept as text."
+            )
+        return written[0]
+
     def _split_at_special_tokens(self, text: str) -> list[str]:
-        """Returns pieces of a text; each second one would be a special token."""
+        """Returns pieces of a text; each second one would be a special token.
+
+        It is empty before the spaces at the end of a text that ends with the beginning of one: what
+        a template writes after it, such as the next part of a content, could complete the token.
+        """
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         with _library_errors(self.path, "cannot encode the text"):
             encoding = self.library_tokenizer.encode(text, add_special_tokens=False)
@@ -168,7 +179,30 @@ class Tokenizer:
         for token_id, span in zip(encoding.ids, encoding.offsets, strict=True):
             if token_id in self.special_tokens:
                 ends += span
+        # Templates often leave out spaces at the end of a text.
+        if self._begins_special_token(text[ends[-1] :].rstrip()):
+            ends += 2 * [len(text.rstrip())]
         return [text[begin:end] for begin, end in itertools.pairwise([*ends, len(text)])]
+
+    def _begins_special_token(self, text: str) -> bool:
+        """Returns whether a text ends with the beginning of a special token, but not with all."""
+        beginnings, longest = self._beginnings
+        # Flags of a token let it match what the normalizer makes of a text.
+        tails = [text[-longest:], self._normalized(text[-longest:])]
+        return any(tail[i:] in beginnings for tail in tails for i in range(len(tail)))
+
+    @functools.cached_property
+    def _beginnings(self) -> tuple[set[str], int]:
+        """What special tokens begin with, as they are and normalized; and the longest length."""
+        tokens = {*self.special_tokens.values()}
+        tokens |= {*map(self._normalized, tokens)}
+        beginnings = {token[:i] for token in tokens for i in range(1, len(token))}
+        return beginnings, max(map(len, tokens), default=1)
+
+    def _normalized(self, text: str) -> str:
+        """Returns what the tokenizer's normalizer makes of a text."""
+        normalizer = self.library_tokenizer.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def _encode_without_special_tokens(self, text: str) -> list[int]:
         """Returns the ids of a text, none of which is a special token."""
