@@ -29,7 +29,7 @@ from jax_specdec.lm.formats.added_tokens import (
     special_tokens,
     tokens_beside,
 )
-from jax_specdec.lm.formats.files import existing, path_of
+from jax_specdec.lm.formats.files import JsonValue, existing, path_of
 from jax_specdec.lm.formats.text_keys import check_prefix_space, check_text_keys, tokens_around
 from jax_specdec.lm.formats.token_ids import TOKENIZER_FILE, read_token_ids, stop_token_ids
 from jax_specdec.lm.models.fields import MAX_INT, is_token_id, quoted, reason, shown
@@ -572,8 +572,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
       FileNotFoundError: there is no `tokenizer.json`.
       OSError: something other than a file is in its place, or a file cannot be opened.
       ValueError: a file cannot be parsed, or has an id that is not an integer in [0, 2**31), that
-        stands for two tokens, or that is not the next one for a token that it adds; or a key asks
-        for texts that are not made here, such as `stop_strings`.
+        stands for two tokens, or that is not the next one for a token that a file adds; or a key
+        asks for texts that are not made here, such as `stop_strings`.
 
     Example:
       >>> import tempfile, tokenizers
@@ -595,6 +595,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         # A file may keep the lengths of the program that saved it, to which texts would be cut.
         library_tokenizer.no_truncation()
         library_tokenizer.no_padding()
+    _check_added_ids(path, added, library_tokenizer)
+    with _library_errors(path, "is not a tokenizer that can be read"):
         # In the order of their ids, which the library gives out itself. Of one that it has, it
         # takes over the flags.
         library_tokenizer.add_tokens(
@@ -613,6 +615,26 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         if end_id is not None and end_id not in stops:
             stops += (end_id,)
     return Tokenizer(path, library_tokenizer, stops)
+
+
+def _check_added_ids(
+    path: Path, added: Mapping[int, Mapping[str, JsonValue]], library_tokenizer: Any
+) -> None:
+    """Checks that tokens which a file adds have the ids that it says.
+
+    Raises:
+      ValueError: one has another: the library numbers those that are new itself.
+    """
+    for token_id, token in added.items():
+        content = token["content"]  # text, or the library would have refused the file
+        has = library_tokenizer.token_to_id(content)
+        # The library passes over a token without text.
+        if content and has != token_id:
+            raise ValueError(
+                f"{shown(path)} has added_tokens with the id {token_id} for {quoted(content)}, but "
+                f"the tokenizers library gives it {has}: new ones must follow the vocabulary, "
+                "without a gap and in the order of ids."
+            )
 
 
 def _has_prefix_space(library_tokenizer: Any) -> bool:
