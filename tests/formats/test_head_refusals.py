@@ -93,6 +93,8 @@ ONES, NAN = np.ones((16, 32), np.float32), np.full((16, 48), np.nan, np.float32)
 EMBEDDING, INT8 = "embed_tokens.weight", np.ones((40, 16), np.int8)
 LAYER_IDS, AUX_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 SLIDING = "sliding_attention"
+SWA = {"use_swa": True, "swa_window_size": 3, "mask_token_id": 39, "target_layer_ids": [0, 1, 3]}
+AGAINST = " and .*, which contradict each other"
 # By kind and place. What readers share is refused for one kind.
 REFUSED: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
     ("eagle3", "config"): [
@@ -166,7 +168,7 @@ REFUSED: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         ({"layer_types": ["full_attention", "chunked"]}, "layer_types = .* it must be a list of"),
         (
             {"layer_types": ["full_attention", SLIDING], "sliding_window": None},
-            "sliding_window = None, but sliding layers need a positive integer",
+            "lacks sliding_window or swa_window_size",
         ),
         (
             {"layer_types": None, "use_sliding_window": True, "max_window_layers": "1"},
@@ -198,6 +200,23 @@ REFUSED: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         (
             {"layer_types": ["full_attention", SLIDING], "is_causal": True},
             "is_causal = True, but full attention over a block is not causal",
+        ),
+        ({"is_causal": "no"}, "is_causal = 'no', but it must be a boolean"),
+        ({"layer_types": [SLIDING] * 2}, "lacks sliding_window or swa_window_size"),
+        (
+            {"layer_types": [SLIDING] * 2, "sliding_window": 0},
+            "sliding_window = 0, but it must be a positive integer",
+        ),
+        ({"dflash_config": SWA | {"causal": True}, "is_causal": False}, f"causal = True{AGAINST}"),
+        (
+            {"dflash_config": SWA | {"causal": False}, "sliding_window_non_causal": False},
+            f"sliding_window_non_causal = False{AGAINST}",
+        ),
+        ({"dflash_config": SWA, "sliding_window": 9}, f"sliding_window = 9{AGAINST}"),
+        ({"dflash_config": SWA | {"sliding_window": 9}}, f"sliding_window = 9{AGAINST}"),
+        (
+            {"dflash_config": SWA, "layer_types": ["full_attention", SLIDING]},
+            "use_swa = True, by which all layers slide, but of the others some do not",
         ),
         *(
             ({"dflash_config": {"mask_token_id": 39} | ids}, "lacks .*target_layer_ids")
