@@ -84,8 +84,9 @@ def test_a_whole_model_is_told_from_a_head(
     target = site[kind][1]
     lm.formats.save_checkpoint(tmp_path, *target)
     says = "holds a whole model and no head, which load_huggingface and --draft DIR read"
-    assert_refused(lm.load_head, tmp_path, target, says)
-    assert_refused(lambda *given: lm.load_head(*given, KINDS[kind]), tmp_path, target, says)
+    for wanted in (None, KINDS[kind], lm.models.GemmaAssistantHead):
+        load = functools.partial(lm.load_head, kind=wanted)
+        assert_refused(load, tmp_path, target, says)
 
 
 OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of the ids there

@@ -382,7 +382,7 @@ class Family(NamedTuple):
 # Gemma's functions check `hidden_activation`, by which these families compute, not `hidden_act`.
 _GEMMA = ("layer_types", "hidden_act")
 _GEMMA2 = (*_GEMMA, "attn_logit_softcapping", "final_logit_softcapping")
-_INSIDE = ("text_config", IMAGES)
+_INSIDE = ("text_config", IMAGES)  # of files that have images or sound beside text
 FAMILIES = {
     "llama": Family(_llama, "LlamaForCausalLM"),
     "qwen2": Family(lambda raw: _llama(raw, qkv_bias=True), "Qwen2ForCausalLM"),
