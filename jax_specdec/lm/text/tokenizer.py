@@ -45,8 +45,10 @@ _MOST_OPEN = 3
 _MOST_HELD = 64
 """Byte tokens that are held back, and other tokens that are decoded again."""
 
-_NUM_KEPT = 16
-"""Tokens that decide about what follows broken bytes: 3 characters of 3 bytes, and one of 4."""
+_NUM_KEPT = 4 * (_MOST_OPEN + 1)
+"""Tokens that are tried as all that is decoded again: those of as many characters as must stay (see
+`TextStream._shorten`), of 4 bytes, each a token. With fewer, no text would be another one, but 64
+tokens would be decoded again in a text of such characters."""
 
 
 @dataclasses.dataclass(frozen=True)
