@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from jax_specdec import SpecDecodeConfig, lm
 from jax_specdec._src.base.arrays import either, require
+from jax_specdec.lm.drafting.drafter import NoDrafter
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, read_config
 from jax_specdec.lm.formats.files import is_there
 from jax_specdec.lm.models.protocol import Params
@@ -199,8 +200,11 @@ def _check_is_there(directory: str) -> None:
 
 
 def _read_embedded_model(given: Given, directory: str) -> Load:
-    model, params = lm.load_embedded_pair()[1]
-    return lambda target: given.draft(lm.ModelDrafter(model), params)
+    def load(target: Loaded) -> Draft:
+        _, (model, params) = lm.load_embedded_pair()
+        return given.draft(lm.ModelDrafter(model), params)
+
+    return load
 
 
 def _read_embedded_eagle3(given: Given, directory: str) -> Load:
@@ -226,6 +230,10 @@ def _read_ngram(given: Given, directory: str) -> Load:
 def _read_suffix(given: Given, directory: str) -> Load:
     drafter = lm.SuffixDrafter(history=given.history)
     return lambda target: Draft(drafter, drafter.init_params())
+
+
+def _read_no_drafter(given: Given, directory: str) -> Load:
+    return lambda target: Draft(NoDrafter())
 
 
 _DIR = "DIR"
@@ -274,7 +282,7 @@ DRAFTERS = (
         )
         for name in ("dflash", "dspark")
     ),
-    Kind(NO_DRAFTS, "nowhere, in plain decoding", _read_ngram, has_weights=False),
+    Kind(NO_DRAFTS, "nowhere, in plain decoding", _read_no_drafter, has_weights=False),
 )
 """All drafters, in the order in which helps and messages name them."""
 
