@@ -756,7 +756,7 @@ def test_no_reader_of_a_drafter_reads_weights_before_those_of_the_target(
     for name in ("load_embedded_pair", "load_embedded_head"):
         monkeypatch.setattr(lm, name, None)
     names = [kind.name for kind in drafters.DRAFTERS if not kind.name.endswith("DIR")]
-    loads = {name: drafters.kind_of(name).read(drafters.Given(None), "") for name in names}
+    loads = {name: drafters.kind_of_drafter(name).read(drafters.Given(None), "") for name in names}
     assert "model" in loads
     monkeypatch.undo()
     target, _ = lm.load_embedded_pair()
@@ -769,7 +769,7 @@ def test_a_row_of_the_table_is_all_that_a_drafter_needs(monkeypatch: pytest.Monk
     def read(given: drafters.Given, directory: str) -> drafters.Load:
         return lambda target: drafters.Draft(lm.NGramDrafter(1, int(directory)))
 
-    row = drafters.Kind("short:DIR", "a lookup of short matches", read, has_weights=False)
+    row = drafters.DrafterKind("short:DIR", "a lookup of short matches", read, has_weights=False)
     monkeypatch.setattr(drafters, "DRAFTERS", (*drafters.DRAFTERS, row))
     models, *_ = load_models(parse("generate", "x", "--draft=short:3"))
     assert models.drafters["short:3"].drafter == lm.NGramDrafter(1, 3)

@@ -97,8 +97,8 @@ def _load(options: Options, text: TargetText, *, history: int = 0) -> Models:
     )
     _check_drafts(options, models)
     for name, draft in models.drafters.items():
-        if isinstance(draft.alone, lm.RetokenizingDrafter):
-            shared = f"{draft.alone.ids.values.size:,} of {text.vocab_size:,} ids"
+        if isinstance(draft.drafter_alone, lm.RetokenizingDrafter):
+            shared = f"{draft.drafter_alone.ids.values.size:,} of {text.vocab_size:,} ids"
             terminal.log(f"{name} has another tokenizer than the target: it drafts {shared}.")
     return models
 
