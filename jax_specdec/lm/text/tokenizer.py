@@ -107,7 +107,8 @@ class Tokenizer:
           plain_messages: messages hold no special tokens: what spells one is encoded as text,
             wherever it is in a message, and a template that looks for one there finds none. If
             not, it becomes one, as in `transformers`, and so may begin another role's message. What
-            the template joins with a text, such as ``"<" + role + ">"``, is the template's.
+            the template joins with a text, such as ``"<" + role + ">"``, is the template's, and
+            `variables` are written as they are.
           **variables: for the template, such as ``enable_thinking=False``.
 
         Raises:
