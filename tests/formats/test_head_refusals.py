@@ -203,6 +203,7 @@ REFUSED: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
             "is_causal = True, but full attention over a block is not causal",
         ),
         ({"is_causal": "no"}, "is_causal = 'no', but it must be a boolean"),
+        ({"dflash_config": SWA | {"use_swa": "no"}}, "use_swa = 'no', but only False and True are"),
         ({"layer_types": [SLIDING] * 2}, "lacks sliding_window or swa_window_size"),
         (
             {"layer_types": [SLIDING] * 2, "sliding_window": 0},

@@ -381,6 +381,7 @@ def _sliding(layout: HeadLayout, layers: tuple[LayerSpec, ...]) -> dict[str, Jso
     sliding = _sliding_layers(layout, len(layers))
     # By z-lab's switch every layer slides, also where a list says full of all, and its rows see all
     # of the block. Others see it up to themselves. Further keys may say what rows see.
+    layout.dflash.require_one_of("use_swa", False, True)
     by_switch = layout.dflash.given("use_swa", False)
     if by_switch:
         must = "by which all layers slide, but of the others some do not"
