@@ -48,11 +48,11 @@ import jax
 from verify import batch, cases
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.drafters import Given, kind_of
+from jax_specdec.lm.drafters import Given, kind_of_drafter
 
 # The drafter changes no text, and the processor lets no logit tell from another.
 (model, params), _ = lm.load_embedded_pair()
-drafter = kind_of("repeat").read(Given(None), "")(None).drafter
+drafter = kind_of_drafter("repeat").read(Given(None), "")(None).drafter
 options = [lm.RequestOptions(), lm.RequestOptions(soft_cap=1e-6, temperature=1.0)]
 given = dict(
     config=sd.SpecDecodeConfig(num_speculative_tokens=2),

@@ -750,13 +750,26 @@ def test_every_drafter_drafts_as_many_tokens_by_default() -> None:
         assert parse("generate", "text", *arguments).config.num_speculative_tokens == 4
 
 
+def test_no_reader_of_a_drafter_reads_weights_before_those_of_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("load_embedded_pair", "load_embedded_head"):
+        monkeypatch.setattr(lm, name, None)
+    names = [kind.name for kind in drafters.DRAFTERS if not kind.name.endswith("DIR")]
+    loads = {name: drafters.kind_of_drafter(name).read(drafters.Given(None), "") for name in names}
+    assert "model" in loads
+    monkeypatch.undo()
+    target, _ = lm.load_embedded_pair()
+    assert type(loads["none"](target).drafter).__name__ == "NoDrafter"
+
+
 def test_a_row_of_the_table_is_all_that_a_drafter_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two files: the drafter's own, and `lm/drafters.py`."""
 
     def read(given: drafters.Given, directory: str) -> drafters.Load:
         return lambda target: drafters.Draft(lm.NGramDrafter(1, int(directory)))
 
-    row = drafters.Kind("short:DIR", "a lookup of short matches", read, has_weights=False)
+    row = drafters.DrafterKind("short:DIR", "a lookup of short matches", read, has_weights=False)
     monkeypatch.setattr(drafters, "DRAFTERS", (*drafters.DRAFTERS, row))
     models, *_ = load_models(parse("generate", "x", "--draft=short:3"))
     assert models.drafters["short:3"].drafter == lm.NGramDrafter(1, 3)

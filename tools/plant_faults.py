@@ -1226,6 +1226,33 @@ def _(right, directory, has_prefix):
     return None
 
 
+@fault(
+    "added tokens may have ids that the library does not give them",
+    "lm.text.tokenizer:_check_added_ids",
+    "formats/test_added_tokens.py",
+)
+def _(right, path, added, library_tokenizer):
+    return None
+
+
+@fault(
+    "lists in plain messages spell special tokens",
+    "lm.text.marks:Marks.put_into",
+    "text/test_chat.py",
+)
+def _(right, self, value, name):
+    return value if isinstance(value, list) else right(self, value, name)
+
+
+@fault(
+    "parts of plain messages spell special tokens together",
+    "lm.text.tokenizer:Tokenizer._begins_special_token",
+    "text/test_chat.py",
+)
+def _(right, self, text):
+    return False
+
+
 # Layers
 
 

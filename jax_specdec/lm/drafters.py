@@ -1,10 +1,10 @@
 """What `--draft` names: a table of drafters, and how each is loaded.
 
-A drafter is loaded in two steps. `Kind.read` reads what takes no time, and refuses a directory that
-does not fit; what it returns, a `Load`, reads the weights, once those of the target are there. So
-a mistake in the last of several names is told before the first weights are read. `loading` does
-this for `generate`, `bench` and `serve`; the names, helps and refusals of the command line come
-from the same table.
+A drafter is loaded in two steps. `DrafterKind.read` reads what takes no time, and refuses a
+directory that does not fit; what it returns, a `Load`, reads the weights, once those of the target
+are there. So a mistake in the last of several names is told before the first weights are read.
+`loading` does this for `generate`, `bench` and `serve`; the names, helps and refusals of the
+command line come from the same table.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from jax_specdec import SpecDecodeConfig, lm
 from jax_specdec._src.base.arrays import either, require
+from jax_specdec.lm.drafting.drafter import NoDrafter
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, read_config
 from jax_specdec.lm.formats.files import is_there
 from jax_specdec.lm.models.protocol import Params
@@ -43,11 +44,11 @@ class Draft(NamedTuple):
     @property
     def max_drafts(self) -> int | None:
         """The most drafts of a step, or of a path of its tree; None where the drafter sets none."""
-        drafter = self.alone
+        drafter = self.drafter_alone
         return drafter.head.config.max_drafts if isinstance(drafter, lm.BlockDrafter) else None
 
     @property
-    def alone(self) -> lm.Drafter:
+    def drafter_alone(self) -> lm.Drafter:
         """The drafter without the lookup beside it."""
         return self.drafter.head if isinstance(self.drafter, lm.FirstOf) else self.drafter
 
@@ -107,7 +108,7 @@ Load = Callable[[Loaded], Draft]
 """Reads the weights of a drafter, once there are those of the target."""
 
 
-class Kind(NamedTuple):
+class DrafterKind(NamedTuple):
     """A row of the table of drafters.
 
     Attributes:
@@ -138,7 +139,7 @@ class Kind(NamedTuple):
         return self.name.removesuffix(_DIR)
 
     def has(self, name: str) -> bool:
-        """Returns whether a name is of this kind, if it is of no narrower one; see `kind_of`."""
+        """Returns whether a name is of this kind, if of no narrower one; see `kind_of_drafter`."""
         return name.startswith(self.prefix) if self.name.endswith(_DIR) else name == self.name
 
 
@@ -147,7 +148,7 @@ def _read_draft_model(given: Given, directory: str) -> Load:
     # The config is read for its mistakes alone, and once more with the weights.
     read_config(Path(directory) / CONFIG_FILE)
     tokenizer = lm.load_tokenizer(directory)
-    # The embedded target, which has none, has no such drafter: see `Kind.for_embedded`.
+    # The embedded target, which has none, has no such drafter: see `DrafterKind.for_embedded`.
     of_target = given.tokenizer
     assert of_target is not None
 
@@ -171,7 +172,7 @@ def _read_draft_model(given: Given, directory: str) -> Load:
 
 
 def _reads_head(
-    kind: type[_Head], drafter: Callable[[_Head], lm.Drafter]
+    head_class: type[_Head], drafter: Callable[[_Head], lm.Drafter]
 ) -> Callable[[Given, str], Load]:
     """Returns what reads a head of a kind from a directory, and drafts with it by `drafter`."""
 
@@ -179,7 +180,7 @@ def _reads_head(
         _check_is_there(directory)
 
         def load(target: Loaded) -> Draft:
-            head = lm.load_head(directory, target, kind)
+            head = lm.load_head(directory, target, head_class)
             return given.draft(drafter(head.model), head.params)
 
         return load
@@ -199,8 +200,11 @@ def _check_is_there(directory: str) -> None:
 
 
 def _read_embedded_model(given: Given, directory: str) -> Load:
-    model, params = lm.load_embedded_pair()[1]
-    return lambda target: given.draft(lm.ModelDrafter(model), params)
+    def load(target: Loaded) -> Draft:
+        _, (model, params) = lm.load_embedded_pair()
+        return given.draft(lm.ModelDrafter(model), params)
+
+    return load
 
 
 def _read_embedded_eagle3(given: Given, directory: str) -> Load:
@@ -228,33 +232,37 @@ def _read_suffix(given: Given, directory: str) -> Load:
     return lambda target: Draft(drafter, drafter.init_params())
 
 
+def _read_no_drafter(given: Given, directory: str) -> Load:
+    return lambda target: Draft(NoDrafter())
+
+
 _DIR = "DIR"
 _HEAD = "a head of the embedded target"
 DRAFTERS = (
-    Kind(_DIR, "a checkpoint", _read_draft_model, for_embedded=False),
-    Kind(
+    DrafterKind(_DIR, "a checkpoint", _read_draft_model, for_embedded=False),
+    DrafterKind(
         f"eagle3:{_DIR}",
         "an EAGLE-3 head",
         _reads_head(lm.models.Eagle3Head, lm.Eagle3Drafter),
         has_trees=True,
     ),
-    Kind(
+    DrafterKind(
         f"block:{_DIR}",
         "a DFlash or DSpark head",
         _reads_head(lm.BlockHead, lm.BlockDrafter),
         has_trees=True,
     ),
-    Kind(
+    DrafterKind(
         f"gemma:{_DIR}",
         "a Gemma 4 assistant",
         _reads_head(lm.models.GemmaAssistantHead, lm.GemmaAssistantDrafter),
         for_embedded=False,
         has_trees=True,
     ),
-    Kind("ngram", "a lookup in the text so far", _read_ngram, has_weights=False),
-    Kind("suffix", "one with counts", _read_suffix, has_trees=True, has_weights=False),
-    Kind("model", "the embedded draft model", _read_embedded_model, for_checkpoints=False),
-    Kind(
+    DrafterKind("ngram", "a lookup in the text so far", _read_ngram, has_weights=False),
+    DrafterKind("suffix", "one with counts", _read_suffix, has_trees=True, has_weights=False),
+    DrafterKind("model", "the embedded draft model", _read_embedded_model, for_checkpoints=False),
+    DrafterKind(
         "eagle3",
         _HEAD,
         _read_embedded_eagle3,
@@ -264,7 +272,7 @@ DRAFTERS = (
         aliases=("eagle",),
     ),
     *(
-        Kind(
+        DrafterKind(
             name,
             _HEAD,
             functools.partial(_read_embedded_block, name),
@@ -274,12 +282,12 @@ DRAFTERS = (
         )
         for name in ("dflash", "dspark")
     ),
-    Kind(NO_DRAFTS, "nowhere, in plain decoding", _read_ngram, has_weights=False),
+    DrafterKind(NO_DRAFTS, "nowhere, in plain decoding", _read_no_drafter, has_weights=False),
 )
 """All drafters, in the order in which helps and messages name them."""
 
 
-def kind_of(name: str) -> Kind:
+def kind_of_drafter(name: str) -> DrafterKind:
     """Returns the row of a drafter; of the one beside which a lookup is, if there is one."""
     # The narrowest row: every name is that of a checkpoint too, "DIR", and a whole name or a prefix
     # is longer.
@@ -294,10 +302,10 @@ def is_pair(name: str) -> bool:
 
 def proposes_trees(name: str) -> bool:
     """Returns whether a drafter can propose trees."""
-    return kind_of(name).has_trees and not is_pair(name)
+    return kind_of_drafter(name).has_trees and not is_pair(name)
 
 
-def names_of(holds: Callable[[Kind], bool]) -> str:
+def names_of(holds: Callable[[DrafterKind], bool]) -> str:
     """Returns the names of some kinds, as a list in words."""
     return either(kind.name for kind in DRAFTERS if holds(kind))
 
@@ -320,11 +328,11 @@ def check_name(draft: str, *, has_target: bool) -> None:
       ValueError: it cannot.
     """
     name = draft.removeprefix(SUFFIX_PREFIX)
-    kind = kind_of(name)
+    kind = kind_of_drafter(name)
     must = "be followed by a head or a model, as in suffix+eagle3"
     is_whole = not is_pair(draft) or (name != "" and kind.has_weights and not is_pair(name))
     require(is_whole, f"--draft {SUFFIX_PREFIX}", must, draft)
-    holds: Callable[[Kind], bool]
+    holds: Callable[[DrafterKind], bool]
     holds = operator.attrgetter("for_checkpoints" if has_target else "for_embedded")
     must = f"be {names_of(holds)} {'with' if has_target else 'without'} --target"
     hint = _instead_of(draft, name, holds)
@@ -340,21 +348,21 @@ def check_target(target: str) -> None:
     Raises:
       ValueError: it is empty, or no directory but the name of a drafter.
     """
-    kind = kind_of(target)
+    kind = kind_of_drafter(target)
     is_drafter = kind.name != _DIR and not is_there(Path(target))
     hint = f"{kind.name} is a drafter, which --draft names" if is_drafter else None
     is_directory = target.strip() and not is_drafter
     require(is_directory, "--target", "be the directory of a checkpoint", target, hint)
 
 
-def _instead_of(draft: str, name: str, holds: Callable[[Kind], bool]) -> str | None:
+def _instead_of(draft: str, name: str, holds: Callable[[DrafterKind], bool]) -> str | None:
     """Returns how a message about a drafter ends, if its name may be meant for another.
 
     Args:
       name: the end of `draft`, without a lookup.
       holds: whether the target may have a drafter.
     """
-    own = kind_of(name)
+    own = kind_of_drafter(name)
     if own.name != _DIR:
         return f"a head of another target is {own.of_others}" if own.of_others else None
     if name and is_there(Path(name)):
@@ -365,7 +373,7 @@ def _instead_of(draft: str, name: str, holds: Callable[[Kind], bool]) -> str | N
     for row in DRAFTERS:
         if colon and row.of_others and kind.lower() in (row.name, *row.aliases):
             meant = row.of_others.removesuffix(_DIR) + directory
-    meant_kind = kind_of(meant)
+    meant_kind = kind_of_drafter(meant)
     if meant_kind.name != _DIR and holds(meant_kind):
         return f"did you mean {draft.removesuffix(name) + meant!r}?"
     return f"there is neither such a directory nor a prefix {kind + colon!r}" if colon else None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from jax_specdec import lm
-from jax_specdec.lm.drafters import SUFFIX_PREFIX, Draft, Given, Loaded, is_pair, kind_of
+from jax_specdec.lm.drafters import SUFFIX_PREFIX, Draft, Given, Loaded, is_pair, kind_of_drafter
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, read_config
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.text.bytes import BYTE_VOCAB_SIZE
@@ -105,7 +105,7 @@ def load_models(
     loads = {}
     for name in ("suffix", *drafters):
         alone = name.removeprefix(SUFFIX_PREFIX)
-        kind = kind_of(alone)
+        kind = kind_of_drafter(alone)
         loads[alone] = kind.read(given, alone.removeprefix(kind.prefix))
     target = _load_target(text, dtype, weights)
     drafts = {name: load(target) for name, load in loads.items()}

@@ -63,11 +63,14 @@ def cut_vocabulary(directory: Path, vocab_size: int) -> Path:
 def other_tokenizer(directory: Path) -> Path:
     """Gives the ids of a checkpoint's tokenizer another order, without tokens of four merges."""
     path = directory / "tokenizer.json"
-    model = json.loads(path.read_text(encoding="utf-8"))["model"]
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    model = raw["model"]
     names = sorted(model["vocab"], key=model["vocab"].__getitem__)
     left_out = ["".join(pair) for pair in model["merges"][-4:]]
     kept = [name for name in names[::-1] if name not in left_out]
     model["vocab"] = {name: i for i, name in enumerate(kept)}
     model["merges"] = model["merges"][:-4]
-    edit_json(path, model=model)
+    # As the library gives them: after those of the vocabulary.
+    added = [token | {"id": i} for i, token in enumerate(raw["added_tokens"], len(kept))]
+    edit_json(path, model=model, added_tokens=added)
     return directory

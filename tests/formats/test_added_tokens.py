@@ -25,6 +25,12 @@ def checkpoint(directory: Path, files: dict[str, Any]) -> Path:
     return directory
 
 
+def gemma3(**text: Any) -> dict[str, Any]:
+    """A config of a model for text and images."""
+    sizes = {"hidden_size": 4, "num_hidden_layers": 1, "intermediate_size": 4}
+    return {"model_type": "gemma3", "text_config": {**sizes, **text}}
+
+
 # Files; the tokens that are added, by id, True for special ones; the names of special tokens.
 # Version 4.57 of `transformers` adds the same, but for ids that the model does not have.
 CASES: dict[str, tuple[dict[str, Any], dict[int, tuple[str, bool]], dict[str, str]]] = {
@@ -71,6 +77,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[int, tuple[str, bool]], dict[str, st
         {4: ("<pad>", True)},
         {"pad_token": "<pad>", "cls_token": "<c>"},
     ),
+    "the model has its ids in an object of text": (
+        {CONFIG: {"pad_token": "<pad>", "cls_token": "<c>"}, "config.json": gemma3(vocab_size=5)},
+        {4: ("<pad>", True)},
+        {"pad_token": "<pad>", "cls_token": "<c>"},
+    ),
     "an added token that a name makes special": (
         {CONFIG: {"added_tokens_decoder": {"4": OTHER}, "sep_token": "<other>"}},
         {4: ("<other>", True)},
@@ -95,6 +106,33 @@ def test_tokens_are_added_as_transformers_adds_them(tmp_path: Path, name: str) -
     assert read_chat_template(tmp_path).apply(messages) == "".join(
         f"{token}|" for token in names.values()
     )
+
+
+@pytest.mark.parametrize("last_id", [262206, 262207])
+def test_a_size_that_a_family_has_by_default_bounds_the_ids_of_names(
+    tmp_path: Path, last_id: int
+) -> None:
+    files = {CONFIG: {"pad_token": "<pad>"}, "config.json": gemma3()}
+    path = checkpoint(tmp_path, files) / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    raw["added_tokens"][0]["id"] = last_id
+    path.write_text(json.dumps(raw))
+    assert count_token_ids(path) == 262208
+
+
+@pytest.mark.parametrize(
+    ("content", "token_id", "given"), [("<x>", 7, 3), ("<x>", 1, 3), ("b", 7, 1)]
+)
+def test_an_added_token_with_an_id_that_the_library_does_not_give_it_is_named(
+    tmp_path: Path, content: str, token_id: int, given: int
+) -> None:
+    path = checkpoint(tmp_path, {}) / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    raw["added_tokens"][0] |= {"id": token_id, "content": content}
+    path.write_text(json.dumps(raw))
+    message = f"has added_tokens with the id {token_id} for '{content}', but .* gives it {given}: "
+    with pytest.raises(ValueError, match=message):
+        lm.load_tokenizer(tmp_path)
 
 
 def test_an_end_that_only_another_file_adds_ends_a_text(tmp_path: Path) -> None:

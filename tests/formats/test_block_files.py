@@ -74,9 +74,17 @@ SWA = {"use_swa": True, "swa_window_size": 3, "mask_token_id": 39}
             {**WINDOW, "sliding_window_non_causal": True, "aux_hidden_state_layers": (2, 6)},
             {"dflash_config": SWA | {"target_layer_ids": [1, 5]}},
         ),
-        (  # the window of z-lab's switch counts, not that of the layers
+        (  # as ModelOpt writes it, with a list that says full of all layers
             {**WINDOW, "sliding_window_non_causal": True, "aux_hidden_state_layers": (2, 6)},
-            {"dflash_config": SWA | {"target_layer_ids": [1, 5]}, "sliding_window": 9},
+            {
+                "dflash_config": SWA | {"target_layer_ids": [1, 5], "causal": False},
+                "layer_types": ["full_attention"] * 2,
+                "sliding_window": 3,
+            },
+        ),
+        (  # the switch does not say it where another key does
+            {**WINDOW, "aux_hidden_state_layers": (2, 6)},
+            {"dflash_config": SWA | {"target_layer_ids": [1, 5], "is_causal": True}},
         ),
         (
             {"windows": (None, 4)},
@@ -92,6 +100,8 @@ SWA = {"use_swa": True, "swa_window_size": 3, "mask_token_id": 39}
             {**WINDOW, "sliding_window_non_causal": True},
             {"layer_types": ["sliding_attention"] * 2, "is_causal": False},
         ),
+        # of layers that slide alone, of which there is none
+        ({}, {"sliding_window_non_causal": True, "is_causal": False, "sliding_window": 9}),
     ],
 )
 def test_the_layout_of_zlab_is_read(fields: Any, changes: Any, tmp_path: Path) -> None:

@@ -84,8 +84,9 @@ def test_a_whole_model_is_told_from_a_head(
     target = site[kind][1]
     lm.formats.save_checkpoint(tmp_path, *target)
     says = "holds a whole model and no head, which load_huggingface and --draft DIR read"
-    assert_refused(lm.load_head, tmp_path, target, says)
-    assert_refused(lambda *given: lm.load_head(*given, KINDS[kind]), tmp_path, target, says)
+    for wanted in (None, KINDS[kind], lm.models.GemmaAssistantHead):
+        load = functools.partial(lm.load_head, kind=wanted)
+        assert_refused(load, tmp_path, target, says)
 
 
 OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of the ids there
@@ -93,6 +94,8 @@ ONES, NAN = np.ones((16, 32), np.float32), np.full((16, 48), np.nan, np.float32)
 EMBEDDING, INT8 = "embed_tokens.weight", np.ones((40, 16), np.int8)
 LAYER_IDS, AUX_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 SLIDING = "sliding_attention"
+SWA = {"use_swa": True, "swa_window_size": 3, "mask_token_id": 39, "target_layer_ids": [0, 1, 3]}
+AGAINST = " and .*, which contradict each other"
 # By kind and place. What readers share is refused for one kind.
 REFUSED: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
     ("eagle3", "config"): [
@@ -166,7 +169,7 @@ REFUSED: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         ({"layer_types": ["full_attention", "chunked"]}, "layer_types = .* it must be a list of"),
         (
             {"layer_types": ["full_attention", SLIDING], "sliding_window": None},
-            "sliding_window = None, but sliding layers need a positive integer",
+            "lacks sliding_window or swa_window_size",
         ),
         (
             {"layer_types": None, "use_sliding_window": True, "max_window_layers": "1"},
@@ -198,6 +201,24 @@ REFUSED: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         (
             {"layer_types": ["full_attention", SLIDING], "is_causal": True},
             "is_causal = True, but full attention over a block is not causal",
+        ),
+        ({"is_causal": "no"}, "is_causal = 'no', but it must be a boolean"),
+        ({"dflash_config": SWA | {"use_swa": "no"}}, "use_swa = 'no', but only False and True are"),
+        ({"layer_types": [SLIDING] * 2}, "lacks sliding_window or swa_window_size"),
+        (
+            {"layer_types": [SLIDING] * 2, "sliding_window": 0},
+            "sliding_window = 0, but it must be a positive integer",
+        ),
+        ({"dflash_config": SWA | {"causal": True}, "is_causal": False}, f"causal = True{AGAINST}"),
+        (
+            {"dflash_config": SWA | {"causal": False}, "sliding_window_non_causal": False},
+            f"sliding_window_non_causal = False{AGAINST}",
+        ),
+        ({"dflash_config": SWA, "sliding_window": 9}, f"sliding_window = 9{AGAINST}"),
+        ({"dflash_config": SWA | {"sliding_window": 9}}, f"sliding_window = 9{AGAINST}"),
+        (
+            {"dflash_config": SWA, "layer_types": ["full_attention", SLIDING]},
+            "use_swa = True, by which all layers slide, but of the others some do not",
         ),
         *(
             ({"dflash_config": {"mask_token_id": 39} | ids}, "lacks .*target_layer_ids")

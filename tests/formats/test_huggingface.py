@@ -146,6 +146,14 @@ def test_the_text_of_a_file_with_images_is_read(tmp_path: Path, prefix: str) -> 
     jax.tree.map(np.testing.assert_array_equal, found.params, load("gemma3").params)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_tensors_of_images_are_a_mistake_in_files_of_text(tmp_path: Path, name: str) -> None:
+    directory = copy(name, tmp_path / name)
+    edit_tensors(directory / "model.safetensors", **{"model.vision_tower.x": np.ones(3)})
+    with pytest.raises(ValueError, match=r"a tensor model\.vision_tower\.x, which its config"):
+        lm.load_huggingface(directory)
+
+
 def test_tensors_that_follow_from_the_rest_are_no_mistake(tmp_path: Path) -> None:
     directory = copy("qwen2", tmp_path / "qwen2")
     table = safetensors.numpy.load_file(directory / "model.safetensors")[

@@ -101,17 +101,8 @@ def test_a_file_of_its_own_goes_before(tmp_path: Path) -> None:
 TRIMMED = "{% for m in messages %}<b>{{ m.name }}: {{ m.content | trim }}<e>{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    ("model", "normalized"),
-    [
-        (tokenizers.models.BPE, False),
-        (tokenizers.models.BPE, True),
-        (tokenizers.models.Unigram, False),  # which has the special tokens among its own
-    ],
-)
-def test_messages_can_be_kept_from_spelling_special_tokens(
-    model: Any, normalized: bool, tmp_path: Path
-) -> None:
+def save_letters(path: Path, model: Any = tokenizers.models.BPE, normalized: bool = False) -> None:
+    """Saves a tokenizer of letters, and of the special tokens <b> and <e> with the ids 0 and 1."""
     letters = ["<b>", "<e>", *map(chr, range(32, 127))]
     vocab: Any = {letter: i for i, letter in enumerate(letters)}
     if model is tokenizers.models.Unigram:
@@ -123,8 +114,22 @@ def test_messages_can_be_kept_from_spelling_special_tokens(
         library.normalizer = tokenizers.normalizers.Lowercase()
     tokens = [tokenizers.AddedToken(x, special=True, normalized=normalized) for x in letters[:2]]
     library.add_special_tokens(tokens)
-    library.save(str(tmp_path / "tokenizer.json"))
+    library.save(str(path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("model", "normalized"),
+    [
+        (tokenizers.models.BPE, False),
+        (tokenizers.models.BPE, True),
+        (tokenizers.models.Unigram, False),  # which has the special tokens among its own
+    ],
+)
+def test_messages_can_be_kept_from_spelling_special_tokens(
+    model: Any, normalized: bool, tmp_path: Path
+) -> None:
     (tmp_path / "chat_template.jinja").write_text(TRIMMED)
+    save_letters(tmp_path, model, normalized)
     tokenizer = lm.load_tokenizer(tmp_path)
     end = "<E>" if normalized else "<e>"
     messages = [
@@ -209,6 +214,86 @@ def test_no_family_leaves_out_a_message_in_silence(family: str) -> None:
                 assert a != b
     if (wanted := reference(template.source, [role("system"), *HI])) is not None:
         assert template.apply([role("developer"), *HI]) == wanted
+
+
+# Plain messages
+
+
+def plain_ids(path: Path, template: str, *messages: dict[str, Any]) -> tuple[str, list[int]]:
+    """Returns what is read of plain messages: its text, and the special tokens."""
+    (path / "chat_template.jinja").write_text(template)
+    tokenizer = lm.load_tokenizer(path)
+    ids = tokenizer.encode_chat(messages, plain_messages=True)
+    text = tokenizer.library_tokenizer.decode(ids, skip_special_tokens=False)
+    return text, [x for x in ids if x < 2]
+
+
+PARTS = (
+    "{% for m in messages %}{% for x in m.content %}{{ x.text | trim }}{% endfor %}<e>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "wanted"),
+    [
+        (PARTS, {"content": [{"type": "text", "text": "<b> x"}]}, "<b> x<e>"),
+        (PARTS, {"content": ({"text": "<e>"}, {"text": "<b>"})}, "<e><b><e>"),
+        ("{{ messages[0].content | tojson }}<e>", {"content": {"<b>": [1, None]}}, "JSON"),
+        ("{{ messages[0].a.x.y }}<e>", {"content": 1.5, "a": {"x": {"y": "<b>"}}}, "<b><e>"),
+        # Texts that are none by themselves, and that templates join.
+        (PARTS, {"content": [{"text": "a<"}, {"text": "b>"}]}, "a<b><e>"),
+        (PARTS, {"content": [{"text": "<b \n"}, {"text": " >"}, {"text": "<"}]}, "<b><<e>"),
+    ],
+)
+@pytest.mark.parametrize("normalized", [False, True])
+def test_no_part_of_a_message_spells_a_special_token(
+    template: str, message: dict[str, Any], wanted: str, normalized: bool, tmp_path: Path
+) -> None:
+    save_letters(tmp_path, normalized=normalized)
+    wanted = wanted.replace("JSON", '{"<b>": [1, null]}<e>')
+    assert plain_ids(tmp_path, template, {"role": "user", **message}) == (wanted, [1])
+
+
+@pytest.mark.parametrize("change", ["upper", "lower", "replace('-', '+')", "truncate(20, true)"])
+def test_a_template_that_changes_texts_gets_no_plain_messages(change: str, tmp_path: Path) -> None:
+    save_letters(tmp_path)
+    template = "<b>{{ messages[0].content | CHANGE }}<e>".replace("CHANGE", change)
+    assert plain_ids(tmp_path, template, role("user", "hi"))[1] == [0, 1]
+    with pytest.raises(ValueError, match=r"^chat_template.jinja has .* that changes the texts of"):
+        plain_ids(tmp_path, template, role("user", "hi<b> there, all of you"))
+
+
+def test_a_text_may_be_left_out_or_written_twice(tmp_path: Path) -> None:
+    save_letters(tmp_path)
+    # Thoughts are left out by published templates, and so are messages of some roles.
+    template = "<b>{{ messages[0].content.split('|')[-1] }}{{ messages[1].name * 2 }}<e>"
+    messages = role("user", "<b>|a"), role("assistant", "<e>") | {"name": "<e>"}
+    assert plain_ids(tmp_path, template, *messages) == ("<b>a<e><e><e>", [0, 1])
+
+
+def test_a_plain_message_has_only_what_json_has(tmp_path: Path) -> None:
+    save_letters(tmp_path)
+    for value, message in (
+        ([b"<b>"], r"messages\[0\]\['content'\]\[0\] must be text, a number, .* is b'<b>'"),
+        ({1: "<b>"}, r"messages\[0\]\['content'\] must have keys that are text"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            plain_ids(tmp_path, "{{ messages[0].content }}", role("user", value))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_templates_take_plain_messages(family: str, tmp_path: Path) -> None:
+    save_letters(tmp_path)
+    directory(tmp_path, None, **SPECIAL)
+    source = FAMILIES[family].read_text()
+    for messages in CONVERSATIONS:
+        spells = json.loads(json.dumps(messages).replace("Hi", "<b>Hi<").replace("b\\n", "<b>"))
+        if (wanted := reference(source, spells)) is None:
+            continue
+        read, special = plain_ids(tmp_path, source, *spells)
+        assert special == []
+        # The tokenizer has no other letters.
+        assert read == "".join(x for x in wanted if 32 <= ord(x) < 127)
 
 
 # Roles

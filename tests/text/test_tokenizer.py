@@ -184,6 +184,19 @@ def test_characters_of_byte_tokens_arrive_as_they_are(text: str) -> None:
     assert "".join(in_pieces(SENTENCEPIECE.stream(), token_ids[:-1])) == broken
 
 
+def test_no_more_than_four_characters_of_a_prompt_are_decoded_again() -> None:
+    counts = []
+
+    def decode(token_ids: list[int]) -> str:
+        counts.append(len(token_ids))
+        return lm.decode_bytes(token_ids)
+
+    stream = lm.TextStream(decode, lm.encode_bytes("🙂" * 40))
+    counts.clear()
+    assert "".join(in_pieces(stream, lm.encode_bytes("🙂"))) == "🙂"
+    assert max(counts) == 5 * 4
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_prompt_may_end_inside_a_character(count: int) -> None:
     for tokenizer, token_ids in (

@@ -16,7 +16,7 @@ from jax_specdec._src.base.arrays import renamed, require
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, Decoding, Options, Serve
 from jax_specdec.lm.cli.prompts import InputError, read_file
-from jax_specdec.lm.drafters import NO_DRAFTS, SUFFIX_PREFIX
+from jax_specdec.lm.drafters import SUFFIX_PREFIX
 from jax_specdec.lm.formats.config_json import CONFIG_FILE
 from jax_specdec.lm.loading import Models, TargetText, load_models, read_target_text
 from jax_specdec.lm.models.fields import shown
@@ -48,9 +48,7 @@ def load(
             prediction = text.encode(expected, add_special_tokens=False)
         models = _load(options, text)
         for name, draft in models.drafters.items():
-            # Without drafts the drafter is a lookup all the same, which nobody asks.
-            looks = draft.drafter.serves.predictions and name != NO_DRAFTS
-            is_used = prediction is None or looks
+            is_used = prediction is None or draft.drafter.serves.predictions
             must = "look in texts for --prediction, as ngram, suffix and suffix+ do"
             require(is_used, "--draft", must, name)
         return models, token_ids, prediction, budget
@@ -99,8 +97,8 @@ def _load(options: Options, text: TargetText, *, history: int = 0) -> Models:
     )
     _check_drafts(options, models)
     for name, draft in models.drafters.items():
-        if isinstance(draft.alone, lm.RetokenizingDrafter):
-            shared = f"{draft.alone.ids.values.size:,} of {text.vocab_size:,} ids"
+        if isinstance(draft.drafter_alone, lm.RetokenizingDrafter):
+            shared = f"{draft.drafter_alone.ids.values.size:,} of {text.vocab_size:,} ids"
             terminal.log(f"{name} has another tokenizer than the target: it drafts {shared}.")
     return models
 

@@ -35,7 +35,7 @@ from jax_specdec.lm.drafters import (
     check_name,
     check_target,
     is_pair,
-    kind_of,
+    kind_of_drafter,
     names_of,
     proposes_trees,
 )
@@ -194,14 +194,14 @@ def _check_drafters(kind: type[Options], given: Given) -> None:
             raise ValueError(f"--draft {NO_DRAFTS} is plain decoding, which is compared anyway")
         # `generate` reads this. `serve`, which has no such field, reads the drafter's name.
         given["max_drafts"] = 0
-    if "draft_weights" in given and not any(kind_of(x).has_weights for x in drafters):
+    if "draft_weights" in given and not any(kind_of_drafter(x).has_weights for x in drafters):
         raise ValueError("--draft-weights needs a draft model or a head")
 
 
 def _choose_rule(kind: type[Options], given: Given) -> None:
     """Sets the rule, and checks what needs another."""
     # Drafts of lookup have no distribution: agreement accepts as many, and no text depends on them.
-    is_lookup = kind is Serve and not any(kind_of(x).has_weights for x in given["drafters"])
+    is_lookup = kind is Serve and not any(kind_of_drafter(x).has_weights for x in given["drafters"])
     needs_agreement = "tree" in given or is_lookup or "exact" in given
     # The default alone: a rule that was given stays, and is refused below where it cannot be.
     method = "agreement" if needs_agreement else "standard"

@@ -7,11 +7,12 @@ earlier versions, a `special_tokens_map.json` goes before it, and `added_tokens.
 the `tokenizers` library. So ids are given out here as the library gives them.
 """
 
+import contextlib
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from jax_specdec.lm.formats.config_json import CONFIG_FILE
+from jax_specdec.lm.formats.config_json import CONFIG_FILE, parse_config
 from jax_specdec.lm.formats.files import JsonObject, JsonValue, read_json
 from jax_specdec.lm.models.fields import MAX_INT, is_token_id, quoted
 
@@ -87,10 +88,8 @@ def tokens_beside(
             ids[token.content] = next_id
             next_id += 1
         additions[ids[token.content]] = token
-    # Special tokens that only have a name. Their ids end where the embedding does. Without a
-    # config.json, or with one that has its sizes in an object of text, no end is known.
-    size: JsonValue = read_json(directory / CONFIG_FILE, optional=True).get("vocab_size")
-    size = size if is_token_id(size) else MAX_INT
+    # Special tokens that only have a name. Their ids end where the embedding does.
+    size = _vocab_size(directory)
     ends = {token.content for token in _special(files, "eos_token")}
     for token in specials:
         if token.content not in ids:
@@ -105,6 +104,17 @@ def tokens_beside(
             # Tokens that a file gave an id above have the flags that it gave them.
             additions.setdefault(ids[token.content], Token(token.content, flags))
     return additions
+
+
+def _vocab_size(directory: Path) -> int:
+    """Returns the ids of the model beside a tokenizer; where none is known, all that may be."""
+    raw = read_json(directory / CONFIG_FILE, optional=True)
+    # As its family has it: in an object of text, or as a default that the file leaves out.
+    with contextlib.suppress(ValueError):
+        return parse_config(raw).vocab_size
+    # of a model that is not read here; who reads the model tells why
+    size = raw.get("vocab_size")
+    return size if is_token_id(size) else MAX_INT
 
 
 def _files(directory: Path) -> list[JsonObject]:

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 from pathlib import Path
 
-from jax_specdec.lm.formats.families import FAMILIES, FULL, SCALINGS, SLIDING
+from jax_specdec.lm.formats.families import FAMILIES, FULL, SCALINGS, SLIDING, Family
 from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, only, read_json
 from jax_specdec.lm.formats.head_kinds import check_is_no_head
 from jax_specdec.lm.models.config import DecoderConfig
@@ -66,11 +66,19 @@ def read_config(path: Path) -> DecoderConfig:
     return parse_config(raw)
 
 
+def family_of(raw: JsonObject) -> Family:
+    """Returns the family that a `config.json` names; that of Llama if it names none.
+
+    Raises:
+      ValueError: it names another.
+    """
+    raw.require_one_of("model_type", *FAMILIES)
+    return FAMILIES[raw.given("model_type", "llama")]
+
+
 def parse_config(raw: JsonObject) -> DecoderConfig:
     """Returns the sizes in the JSON object of a `config.json`; raises as `read_config` does."""
-    # A file that does not name its family is read as a Llama's.
-    raw.require_one_of("model_type", *FAMILIES)
-    family = FAMILIES[raw.given("model_type", "llama")]
+    family = family_of(raw)
     # How weights are stored stands beside the object of text, what is computed in it.
     _check_quantization(raw)
     if family.inside is not None:

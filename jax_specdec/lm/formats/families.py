@@ -69,7 +69,7 @@ IMAGES = tuple(
         "multi_modal_projector",
     )
 )
-"""What names of tensors begin with that are not read."""
+"""What names of tensors begin with that families with images or sound have beside text."""
 
 SCALINGS: dict[str, type[LinearScaling] | type[RopeScaling]] = {
     "linear": LinearScaling,
@@ -369,29 +369,30 @@ class Family(NamedTuple):
       architecture: the class of transformers that is written as `architectures`.
       reads: keys that it reads and that must be as in Llama elsewhere; see `config_json`.
       inside: the key of an object in the file that says all of it; None for the file itself.
+      unread: what names of tensors begin with that are of no text, and not read.
     """
 
     config: Callable[[JsonObject], DecoderConfig]
     architecture: str
     reads: tuple[str, ...] = ()
     inside: str | None = None
+    unread: tuple[str, ...] = ()
 
 
 # Gemma's functions check `hidden_activation`, by which these families compute, not `hidden_act`.
 _GEMMA = ("layer_types", "hidden_act")
 _GEMMA2 = (*_GEMMA, "attn_logit_softcapping", "final_logit_softcapping")
+_INSIDE = ("text_config", IMAGES)  # of files that have images or sound beside text
 FAMILIES = {
     "llama": Family(_llama, "LlamaForCausalLM"),
     "qwen2": Family(lambda raw: _llama(raw, qkv_bias=True), "Qwen2ForCausalLM"),
     "qwen3": Family(_qwen3, "Qwen3ForCausalLM"),
     "gemma2": Family(_gemma2, "Gemma2ForCausalLM", _GEMMA2),
     "gemma3_text": Family(_gemma3, "Gemma3ForCausalLM", _GEMMA),
-    "gemma3": Family(_gemma3, "Gemma3ForConditionalGeneration", _GEMMA, "text_config"),
+    "gemma3": Family(_gemma3, "Gemma3ForConditionalGeneration", _GEMMA, *_INSIDE),
     "gemma4_text": Family(_gemma4, "Gemma4ForCausalLM", _GEMMA2),
-    "gemma4": Family(_gemma4, "Gemma4ForConditionalGeneration", _GEMMA2, "text_config"),
+    "gemma4": Family(_gemma4, "Gemma4ForConditionalGeneration", _GEMMA2, *_INSIDE),
     "gemma4_unified_text": Family(_gemma4, "Gemma4UnifiedForCausalLM", _GEMMA2),
-    "gemma4_unified": Family(
-        _gemma4, "Gemma4UnifiedForConditionalGeneration", _GEMMA2, "text_config"
-    ),
+    "gemma4_unified": Family(_gemma4, "Gemma4UnifiedForConditionalGeneration", _GEMMA2, *_INSIDE),
 }
 """By `model_type`."""

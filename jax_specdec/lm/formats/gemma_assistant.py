@@ -14,7 +14,7 @@ from jax_specdec._src.base.arrays import require
 from jax_specdec.lm.formats.checkpoint import LoadedModel
 from jax_specdec.lm.formats.families import FULL, SLIDING, gemma4_layers
 from jax_specdec.lm.formats.files import JsonObject, errors_name
-from jax_specdec.lm.formats.head_kinds import ASSISTANT_TYPES
+from jax_specdec.lm.formats.head_kinds import ASSISTANT_TYPES, check_is_head
 from jax_specdec.lm.formats.tensors import (
     Names,
     Tensors,
@@ -56,10 +56,12 @@ def read_assistant(
     The embedding and the final norm of the target are its own arrays, not copies. Of an ordered
     head, rows of the output matrix are put in the order of its groups. Raises as `load_head` does.
     """
-    raw.require_one_of("model_type", *ASSISTANT_TYPES)
-    head = GemmaAssistantHead(_read_config(raw, target.model.config), target.model.dtype)
-    c = head.config
     with open_files(directory) as tensors:
+        # Before its config, which would be refused for its model_type alone.
+        check_is_head(shown(directory), tensors.stored)
+        raw.require_one_of("model_type", *ASSISTANT_TYPES)
+        head = GemmaAssistantHead(_read_config(raw, target.model.config), target.model.dtype)
+        c = head.config
         # As the file has it, the output matrix of an ordered head is whole: [H, V] here, and not
         # yet [M, V / M, H].
         shapes = head.weight_shapes | {"lm_head": (c.hidden_size, c.vocab_size)}

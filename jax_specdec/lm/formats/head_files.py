@@ -56,7 +56,7 @@ def read_head(
     directory: Path,
     raw: JsonObject,
     target: LoadedModel[Llama],
-    kind: type[_Head],
+    head_class: type[_Head],
     read_config: Callable[[JsonObject, Tensors, DecoderConfig], HeadConfig],
     prefix: str = "",
 ) -> LoadedModel[_Head]:
@@ -65,7 +65,7 @@ def read_head(
     Args:
       raw: its `config.json`.
       target: that it drafts for.
-      kind: its class.
+      head_class: its class.
       read_config: reads the config of the class.
       prefix: names of tensors are read without it; some files have it before some of them.
 
@@ -77,7 +77,7 @@ def read_head(
         check_is_head(shown(directory), files.stored)
         tensors = files.without(prefix)
         # First as the files have it, with every array that they hold.
-        head = kind(read_config(raw, tensors, target.model.config), target.model.dtype)
+        head = head_class(read_config(raw, tensors, target.model.config), target.model.dtype)
         names = _tensor_names(head, tensors.stored)
         shapes = tensor_shapes(names, parts(head.weight_shapes))
         check_tensors(tensors, shapes, ("d2t", "t2d"))
@@ -86,7 +86,7 @@ def read_head(
         by_layer = {"layers": layers} if "layers" in head.weight_shapes else {"layer": layers[0]}
         params = {**target_ids, **arrays, **by_layer}
         # Then without copies of what is the target's, whose arrays replace them.
-        config = _shared_again(tensors, head.config, params, target)
+        config = _without_copies(tensors, head.config, params, target)
     params |= shared_params(config, target.params)
     # A head with a list of ids counts as one with an output matrix of its own. If the files have
     # none, it is those rows of the target's. No other head gets here without one.
@@ -98,7 +98,7 @@ def read_head(
         # [V, H] -> [Vd, H], and [V] -> [Vd] of the scales of int8
         rows = jax.tree.map(lambda x: x[params["target_ids"]], rows)
         params["lm_head"] = rows if is_int8(rows) else rows.T
-    return LoadedModel(kind(config, head.dtype), params)
+    return LoadedModel(head_class(config, head.dtype), params)
 
 
 def save_head(
@@ -197,7 +197,7 @@ def _tensor_names(head: DraftHead, stored: Collection[str] = ()) -> list[Names]:
     return names
 
 
-def _shared_again(
+def _without_copies(
     tensors: Tensors, config: HeadConfig, params: Params, target: LoadedModel[Llama]
 ) -> HeadConfig:
     """Returns the config of a head that owns only what differs from the target's arrays.

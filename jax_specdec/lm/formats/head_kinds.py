@@ -95,9 +95,9 @@ def check_is_head(where: str, names: Collection[str]) -> None:
     Raises:
       ValueError: it does.
     """
-    # Some heads have this final norm, too. All but assistants, which are not asked about here, have
-    # a matrix for features, and no model has one.
-    has_features = "fc.weight" in names or "model.fc.weight" in names
-    if "model.norm.weight" in names and not has_features:
+    # Some heads have this final norm, too. All have a matrix for what they read of the target, of
+    # assistants the last one here, and no model has one.
+    of_heads = {"fc.weight", "model.fc.weight", "pre_projection.weight"}
+    if "model.norm.weight" in names and of_heads.isdisjoint(names):
         reads = "load_huggingface and --draft DIR read"
         raise ValueError(f"{where} holds a whole model and no head, which {reads}.")

@@ -66,7 +66,7 @@ class HeadLayout:
 
     Attributes:
       raw: all of the file.
-      layer: the object with the sizes of layers.
+      layer_config: the object that says what all layers are.
       block_size: rows of a block; None where the file must say it.
       sample_from_anchor: the first row of a block gives a draft.
       markov_rank: of the bias that depends on the token before; 0 for no bias.
@@ -74,7 +74,7 @@ class HeadLayout:
     """
 
     raw: JsonObject
-    layer: JsonObject
+    layer_config: JsonObject
     block_size: int | None = None
     sample_from_anchor: bool = False
     markov_rank: int = 0
@@ -104,7 +104,7 @@ def speculators(raw: JsonObject) -> HeadLayout:
     # row of a block, whatever the type says.
     return HeadLayout(
         raw=raw,
-        layer=raw.nested("transformer_layer_config"),
+        layer_config=raw.nested("transformer_layer_config"),
         block_size=8,
         sample_from_anchor=is_dspark or has_dspark_projector,
         markov_rank=256 if is_dspark else 0,
@@ -114,17 +114,17 @@ def speculators(raw: JsonObject) -> HeadLayout:
 
 def eagle(raw: JsonObject) -> HeadLayout:
     """Returns the layout of all other EAGLE-3 heads: EAGLE, AngelSlim, SpecForge, DeepSpec."""
-    return HeadLayout(raw=raw, layer=raw)
+    return HeadLayout(raw=raw, layer_config=raw)
 
 
 def z_lab(raw: JsonObject) -> HeadLayout:
     """Returns the layout of z-lab, in which SpecForge writes DSpark heads, too."""
-    return HeadLayout(raw=raw, layer=raw, sample_from_anchor=_has_dspark_projector(raw))
+    return HeadLayout(raw=raw, layer_config=raw, sample_from_anchor=_has_dspark_projector(raw))
 
 
 def deep_spec(raw: JsonObject) -> HeadLayout:
     """Returns the layout of DeepSpec, whose heads draft from the first row of a block on."""
-    return HeadLayout(raw=raw, layer=raw, sample_from_anchor=True)
+    return HeadLayout(raw=raw, layer_config=raw, sample_from_anchor=True)
 
 
 def _has_dspark_projector(raw: JsonObject) -> bool:
@@ -158,7 +158,7 @@ def read_eagle3_config(raw: JsonObject, tensors: Tensors, target: DecoderConfig)
     is_speculators = raw.get(_SPECULATORS) is not None
     layout = speculators(raw) if is_speculators else eagle(raw)
     _check_served(layout, target)
-    values = _read_layers(layout.layer, tensors, target)
+    values = _read_layers(layout.layer_config, tensors, target)
     # Not among `_SERVED`: heads of blocks draft in parallel, whatever this says.
     raw.require_one_of("parallel_drafting", False)
     # EAGLE's files do not say which layers are read: an early, a middle and a late one. Of a target
@@ -189,7 +189,7 @@ def read_block_config(raw: JsonObject, tensors: Tensors, target: DecoderConfig) 
     layout = _block_layout(raw)
     _check_served(layout, target)
     # A Llama has no layers that slide: `_sliding` reads which do.
-    values = _read_layers(layout.layer, tensors, target, "layer_types", "use_sliding_window")
+    values = _read_layers(layout.layer_config, tensors, target, "layer_types", "use_sliding_window")
     values |= _sliding(layout, values["layers"])
     values["aux_hidden_state_layers"] = _read_aux_layers(layout, len(target.layers), None)
     values |= _read_shared(layout, values["hidden_size"], tensors, target)
@@ -205,7 +205,7 @@ def _check_served(layout: HeadLayout, target: DecoderConfig) -> None:
         "target_hidden_size": ("hidden_size", target.hidden_size),
         "num_target_layers": ("num_hidden_layers", len(target.layers)),
     }
-    for place in (layout.raw, layout.layer, layout.eagle, layout.dflash):
+    for place in (layout.raw, layout.layer_config, layout.eagle, layout.dflash):
         for key, served in _SERVED.items():
             place.require_one_of(key, *served)
         for key, (name, size) in sizes.items():
@@ -259,7 +259,7 @@ def _read_shared(
         "target_hidden_size": target.hidden_size,
         "own_embedding": "embed_tokens.weight" in names,
         "own_lm_head": has_own_rows or "lm_head.weight" in names,
-        "logit_scale": _read(1.0, (layout.layer, "logit_scale"), (raw, "logit_scale")),
+        "logit_scale": _read(1.0, (layout.layer_config, "logit_scale"), (raw, "logit_scale")),
     }
 
 
@@ -377,54 +377,76 @@ def _layer_ids(place: JsonObject, key: str, shift: int, num_layers: int) -> tupl
 
 
 def _sliding(layout: HeadLayout, layers: tuple[LayerSpec, ...]) -> dict[str, JsonValue]:
-    """Returns the layers, with windows, and which rows see all of the block in those.
-
-    Keys of several objects decide that together.
-    """
-    depth = len(layers)
-    raw = layout.raw
-    dflash = layout.dflash
-    layer = layout.layer
-    # Which layers slide: those of the list, or, without one, those from max_window_layers on.
-    kinds = layer.given("layer_types", [])
-    are_kinds = isinstance(kinds, list) and all(x in (SLIDING, FULL) for x in kinds)
-    wanted = f"but it must be a list of {SLIDING!r} and {FULL!r}, one for each layer"
-    # A list of another length does no harm if all of it is full.
-    fits = are_kinds and (len(kinds) == depth or SLIDING not in kinds)
-    layer.require(fits, "layer_types", wanted)
-    sliding = [index for index, kind in enumerate(kinds) if kind == SLIDING]
-    if not kinds and layer.given("use_sliding_window", False):
-        first = layer.given("max_window_layers", 28)  # the default of transformers
-        must = "but it must be an integer from 0 on"
-        layer.require(type(first) is int and first >= 0, "max_window_layers", must)
-        sliding = list(range(min(first, depth), depth))
-    # Rows of sliding layers see the block up to themselves, but for z-lab's switch, by which every
-    # layer slides and sees all of the block.
-    non_causal = raw.given("sliding_window_non_causal", False)
-    if dflash.given("use_swa", False) and not sliding:
-        sliding = list(range(depth))
-        non_causal = True
-    # These keys go before both. `BlockHead` has no causal layer without a window, so true is for
-    # heads of which every layer slides; false says of full layers what they do anyway.
-    for place, key in ((dflash, "causal"), (raw, "is_causal")):
-        if place.get(key) is not None:
-            is_causal = place[key]
-            wanted = "but full attention over a block is not causal"
-            place.require(is_causal is False or len(sliding) == depth, key, wanted)
-            non_causal = not is_causal
+    """Returns the layers, with windows, and which rows see all of the block in those."""
+    sliding = _sliding_layers(layout, len(layers))
+    # By z-lab's switch every layer slides, also where a list says full of all, and its rows see all
+    # of the block. Others see it up to themselves. Further keys may say what rows see.
+    layout.dflash.require_one_of("use_swa", False, True)
+    by_switch = layout.dflash.given("use_swa", False)
+    if by_switch:
+        must = "by which all layers slide, but of the others some do not"
+        layout.dflash.require(len(sliding) in (0, len(layers)), "use_swa", must)
+    sees_all = by_switch and not sliding
+    if by_switch:
+        sliding = list(range(len(layers)))
+    non_causal = _read_non_causal(layout, len(layers), len(sliding), sees_all)
     if not sliding:
         return {"sliding_window_non_causal": False}
-    # z-lab's object goes before the layers' own key, and the size of its switch before both.
-    of_layers = dflash.given("sliding_window", layer.get("sliding_window"))
-    window = dflash.given("swa_window_size", of_layers)
-    is_size = type(window) is int and 0 < window < MAX_INT
-    layer.require(is_size, "sliding_window", "but sliding layers need a positive integer")
+    window = _read_window(layout)
     windowed = list(layers)
     # A window of W in files is that many positions before the anchor, the first row of the block.
     # In a LayerSpec it counts the anchor, too.
     for index in sliding:
         windowed[index] = dataclasses.replace(layers[index], window=window + 1)
     return {"layers": tuple(windowed), "sliding_window_non_causal": non_causal}
+
+
+def _sliding_layers(layout: HeadLayout, depth: int) -> list[int]:
+    """Returns the layers that slide by keys that models have, too."""
+    # Those of the list, or, without one, those from max_window_layers on.
+    config = layout.layer_config
+    kinds = config.given("layer_types", [])
+    are_kinds = isinstance(kinds, list) and all(x in (SLIDING, FULL) for x in kinds)
+    wanted = f"but it must be a list of {SLIDING!r} and {FULL!r}, one for each layer"
+    # A list of another length does no harm if all of it is full.
+    fits = are_kinds and (len(kinds) == depth or SLIDING not in kinds)
+    config.require(fits, "layer_types", wanted)
+    if kinds or not config.given("use_sliding_window", False):
+        return [index for index, kind in enumerate(kinds) if kind == SLIDING]
+    first = config.given("max_window_layers", 28)  # the default of transformers
+    must = "but it must be an integer from 0 on"
+    config.require(type(first) is int and first >= 0, "max_window_layers", must)
+    return list(range(min(first, depth), depth))
+
+
+def _read_non_causal(
+    layout: HeadLayout, depth: int, num_sliding: int, default: JsonValue
+) -> JsonValue:
+    """Returns whether rows of layers that slide see all of the block, or the default."""
+    stated = {}
+    switch = "sliding_window_non_causal"  # of such layers alone
+    if num_sliding and _is_said(layout.raw, switch):
+        stated[_sentence(layout.raw, switch)] = layout.raw[switch]
+    # These are of all layers. `BlockHead` has no causal layer without a window, so true is for
+    # heads of which every layer slides; false says of full layers what they do anyway.
+    for place, key in ((layout.dflash, "causal"), *layout.either("is_causal")):
+        if _is_said(place, key):
+            place.require(isinstance(place[key], bool), key, "but it must be a boolean")
+            wanted = "but full attention over a block is not causal"
+            place.require(not place[key] or num_sliding == depth, key, wanted)
+            stated[_sentence(place, key)] = not place[key]
+    return _agreed(stated, default, ())
+
+
+def _read_window(layout: HeadLayout) -> int:
+    """Returns the window of layers that slide, which z-lab's object may have by two names."""
+    names = ((layout.dflash, name) for name in ("sliding_window", "swa_window_size"))
+    keys = [(layout.layer_config, "sliding_window"), *names]
+    window = _read(None, *keys)
+    is_size = type(window) is int and 0 < window < MAX_INT
+    place, key = next((place, key) for place, key in keys if _is_said(place, key))
+    place.require(is_size, key, "but it must be a positive integer")
+    return window
 
 
 def layer_prefix(stored: Collection[str]) -> str:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec.lm.extras import extra
-from jax_specdec.lm.formats.families import IMAGES, LAYER_TENSORS, TEXT_PREFIXES
+from jax_specdec.lm.formats.families import LAYER_TENSORS, TEXT_PREFIXES
 from jax_specdec.lm.formats.files import existing, instead_of, is_there, read_json
 from jax_specdec.lm.models.config import DecoderConfig, LayerSpec, Shapes, param_shapes
 from jax_specdec.lm.models.fields import quoted, reason, shown
@@ -89,9 +89,12 @@ class Tensors:
                 raise ValueError(f"{shown(self.origin)} has both {both}.")
         return Tensors(self.origin, stored)
 
-    def of_text(self) -> "Tensors":
-        """Returns the tensors of a decoder, by their names in files of text alone."""
-        of_decoder = {x: at for x, at in self.stored.items() if not x.startswith(IMAGES)}
+    def of_text(self, unread: tuple[str, ...]) -> "Tensors":
+        """Returns the tensors of a decoder, by their names in files of text alone.
+
+        Without those whose names begin with something in `unread`, see `Family`.
+        """
+        of_decoder = {x: at for x, at in self.stored.items() if not x.startswith(unread)}
         tensors = Tensors(self.origin, of_decoder)
         # In the order of the table: its last prefix is the beginning of its first.
         for prefix, usual in TEXT_PREFIXES.items():
@@ -119,10 +122,13 @@ class Tensors:
 
 
 @contextlib.contextmanager
-def open_tensors(directory: Path, config: DecoderConfig) -> Iterator[Tensors]:
+def open_tensors(
+    directory: Path, config: DecoderConfig, unread: tuple[str, ...] = ()
+) -> Iterator[Tensors]:
     """Opens the weights of a checkpoint, one file or shards, and checks them against the config.
 
-    Names are those of files of text alone. Files stay open as long as the context.
+    Names are those of files of text alone. Files stay open as long as the context. What `unread`
+    is, `Tensors.of_text` says.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -131,20 +137,20 @@ def open_tensors(directory: Path, config: DecoderConfig) -> Iterator[Tensors]:
         is missing, unknown, or of another shape or kind than the config says.
     """
     with open_files(directory) as files:
-        tensors = files.of_text()
+        tensors = files.of_text(unread)
         # Some writers store it though it is tied. Then it is checked like any tensor, and the
         # caller decides whether it is used: see `stores_own_head`.
         if _LM_HEAD in tensors.stored:
             config = dataclasses.replace(config, tie_word_embeddings=False)
         shapes = parts(param_shapes(config))
         # Some writers store keys and values of layers that read those of others.
-        unread = [
+        others = [
             f"model.layers.{index}.self_attn.{name}.weight"
             for index, spec in enumerate(config.layers)
             if spec.keys_of is not None
             for name in ("k_proj", "v_proj", "k_norm", "v_norm")
         ]
-        check_tensors(tensors, tensor_shapes(decoder_tensors(config), shapes), unread)
+        check_tensors(tensors, tensor_shapes(decoder_tensors(config), shapes), others)
         yield tensors
 
 

@@ -18,8 +18,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import re
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,12 +29,13 @@ from jax_specdec.lm.formats.added_tokens import (
     special_tokens,
     tokens_beside,
 )
-from jax_specdec.lm.formats.files import existing, path_of
+from jax_specdec.lm.formats.files import JsonValue, existing, path_of
 from jax_specdec.lm.formats.text_keys import check_prefix_space, check_text_keys, tokens_around
 from jax_specdec.lm.formats.token_ids import TOKENIZER_FILE, read_token_ids, stop_token_ids
 from jax_specdec.lm.models.fields import MAX_INT, is_token_id, quoted, reason, shown
 from jax_specdec.lm.text.bytes import id_list
-from jax_specdec.lm.text.chat import Message, check_messages, read_chat_template
+from jax_specdec.lm.text.chat import Message, read_chat_template
+from jax_specdec.lm.text.marks import Marks
 
 _REPLACEMENT = "\ufffd"
 
@@ -46,8 +45,10 @@ _MOST_OPEN = 3
 _MOST_HELD = 64
 """Byte tokens that are held back, and other tokens that are decoded again."""
 
-_NUM_KEPT = 16
-"""Tokens that decide about what follows broken bytes: 3 characters of 3 bytes, and one of 4."""
+_NUM_KEPT = 4 * (_MOST_OPEN + 1)
+"""Tokens that are tried as all that is decoded again: those of as many characters as must stay (see
+`TextStream._shorten`), of 4 bytes, each a token. With fewer, no text would be another one, but 64
+tokens would be decoded again in a text of such characters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,16 +104,19 @@ class Tokenizer:
 
         Args:
           messages: each with a "role", such as "user", and a "content".
-          plain_messages: messages hold no special tokens: what spells one is encoded as text. If
-            not, it becomes one, as in `transformers`, and so may begin another role's message.
+          plain_messages: messages hold no special tokens: what spells one is encoded as text,
+            wherever it is in a message, and a template that looks for one there finds none. If
+            not, it becomes one, as in `transformers`, and so may begin another role's message. What
+            the template joins with a text, such as ``"<" + role + ">"``, is the template's, and
+            `variables` are written as they are.
           **variables: for the template, such as ``enable_thinking=False``.
 
         Raises:
           ImportError: the `jinja2` library is not installed.
           OSError: a file cannot be opened.
-          TypeError: `messages` is something else.
+          TypeError: `messages` is something else, or of plain ones a part is none of JSON.
           ValueError: there is no template, it cannot be applied to the messages or leaves one out,
-            or the tokenizer has no ids for the text.
+            or changes what is to be kept as text; or the tokenizer has no ids for the text.
 
         Example:
           >>> import tempfile, tokenizers
@@ -130,34 +134,44 @@ class Tokenizer:
         # The template writes the tokens that begin a text: the tokenizer must not add them again.
         if not plain_messages:
             return self.encode(self.chat_text(messages, **variables), add_special_tokens=False)
-        # A mark stands for what spells a special token, until the template has written it. What is
-        # a special token in the text after that is the template's own.
-        mark = uuid.uuid4().hex
-        spelled: list[str] = []  # what the marks 0, 1, ... stand for
-
-        def marked(value: object) -> object:
-            if not isinstance(value, str):
-                return value
-            # Text, special token, text, ..., text.
-            pieces = self._split_at_special_tokens(value)
-            for i in range(1, len(pieces), 2):
-                spelled.append(pieces[i])
-                pieces[i] = f"{mark}{len(spelled) - 1}-"
-            return "".join(pieces)
-
-        check_messages(messages)
-        # All members that are text, for a template may write any of them, such as a name.
-        plain = [{key: marked(x) for key, x in message.items()} for message in messages]
-        # Text, number of a mark, text, number, ..., text.
-        pieces = re.split(f"{mark}([0-9]+)-", self.chat_text(plain, **variables))
+        pieces = self._plain_chat(messages, variables)
         ids = self.encode(pieces[0], add_special_tokens=False)
-        for number, piece in zip(pieces[1::2], pieces[2::2], strict=True):
-            ids += self._encode_without_special_tokens(spelled[int(number)])
+        for spelled, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+            ids += self._encode_without_special_tokens(spelled)
             ids += self.encode(piece, add_special_tokens=False)
         return ids
 
+    def _plain_chat(self, messages: Sequence[Message], variables: dict[str, Any]) -> list[str]:
+        """Returns pieces of a conversation: text, what is no special token, text, ..., text.
+
+        Special tokens in the text are the template's own. Raises as `encode_chat` does.
+        """
+        # First as it is: errors show the texts of the messages, not marks in them.
+        text = self.chat_text(messages, **variables)
+        written = []
+        for _ in range(2):
+            marks = Marks(self._split_at_special_tokens)
+            marked = [marks.put_into(x, f"messages[{i}]") for i, x in enumerate(messages)]
+            if not marks:
+                return [text]
+            written.append(marks.take_out(self.chat_text(marked, **variables)))
+        # Templates leave out messages and thoughts by intent, and marks with them. One that changes
+        # a text, or cuts it within a mark, leaves a part of the mark, which is random: the second
+        # time it is another.
+        if written[0] != written[1]:
+            name = read_chat_template(self.path.parent).path.name
+            changes = "has a chat template that changes the texts of messages"
+            raise ValueError(
+                f"{name} {changes}, so that what spells a special token cannot be kept as text."
+            )
+        return written[0]
+
     def _split_at_special_tokens(self, text: str) -> list[str]:
-        """Returns pieces of a text; each second one would be a special token."""
+        """Returns pieces of a text; each second one would be a special token.
+
+        It is empty before the spaces at the end of a text that ends with the beginning of one: what
+        a template writes after it, such as the next part of a content, could complete the token.
+        """
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         with _library_errors(self.path, "cannot encode the text"):
             encoding = self.library_tokenizer.encode(text, add_special_tokens=False)
@@ -168,7 +182,30 @@ class Tokenizer:
         for token_id, span in zip(encoding.ids, encoding.offsets, strict=True):
             if token_id in self.special_tokens:
                 ends += span
+        # Templates often leave out spaces at the end of a text.
+        if self._begins_special_token(text[ends[-1] :].rstrip()):
+            ends += 2 * [len(text.rstrip())]
         return [text[begin:end] for begin, end in itertools.pairwise([*ends, len(text)])]
+
+    def _begins_special_token(self, text: str) -> bool:
+        """Returns whether a text ends with the beginning of a special token, but not with all."""
+        beginnings, longest = self._beginnings
+        # Flags of a token let it match what the normalizer makes of a text.
+        tails = [text[-longest:], self._normalized(text[-longest:])]
+        return any(tail[i:] in beginnings for tail in tails for i in range(len(tail)))
+
+    @functools.cached_property
+    def _beginnings(self) -> tuple[set[str], int]:
+        """What special tokens begin with, as they are and normalized; and the longest length."""
+        tokens = {*self.special_tokens.values()}
+        tokens |= {*map(self._normalized, tokens)}
+        beginnings = {token[:i] for token in tokens for i in range(1, len(token))}
+        return beginnings, max(map(len, tokens), default=1)
+
+    def _normalized(self, text: str) -> str:
+        """Returns what the tokenizer's normalizer makes of a text."""
+        normalizer = self.library_tokenizer.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def _encode_without_special_tokens(self, text: str) -> list[int]:
         """Returns the ids of a text, none of which is a special token."""
@@ -538,8 +575,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
       FileNotFoundError: there is no `tokenizer.json`.
       OSError: something other than a file is in its place, or a file cannot be opened.
       ValueError: a file cannot be parsed, or has an id that is not an integer in [0, 2**31), that
-        stands for two tokens, or that is not the next one for a token that it adds; or a key asks
-        for texts that are not made here, such as `stop_strings`.
+        stands for two tokens, or that is not the next one for a token that a file adds; or a key
+        asks for texts that are not made here, such as `stop_strings`.
 
     Example:
       >>> import tempfile, tokenizers
@@ -561,6 +598,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         # A file may keep the lengths of the program that saved it, to which texts would be cut.
         library_tokenizer.no_truncation()
         library_tokenizer.no_padding()
+    _check_added_ids(path, added, library_tokenizer)
+    with _library_errors(path, "is not a tokenizer that can be read"):
         # In the order of their ids, which the library gives out itself. Of one that it has, it
         # takes over the flags.
         library_tokenizer.add_tokens(
@@ -579,6 +618,26 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         if end_id is not None and end_id not in stops:
             stops += (end_id,)
     return Tokenizer(path, library_tokenizer, stops)
+
+
+def _check_added_ids(
+    path: Path, added: Mapping[int, Mapping[str, JsonValue]], library_tokenizer: Any
+) -> None:
+    """Checks that tokens which a file adds have the ids that it says.
+
+    Raises:
+      ValueError: one has another: the library numbers those that are new itself.
+    """
+    for token_id, token in added.items():
+        content = token["content"]  # text, or the library would have refused the file
+        has = library_tokenizer.token_to_id(content)
+        # The library passes over a token without text.
+        if content and has != token_id:
+            raise ValueError(
+                f"{shown(path)} has added_tokens with the id {token_id} for {quoted(content)}, but "
+                f"the tokenizers library gives it {has}: new ones must follow the vocabulary, "
+                "without a gap and in the order of ids."
+            )
 
 
 def _has_prefix_space(library_tokenizer: Any) -> bool:
