@@ -584,6 +584,12 @@ def get(running: Running, path: str, **headers: str) -> tuple[int, dict[str, str
     return raw(running.port, f"GET /{path} HTTP/1.1\r\n{lines}\r\n".encode())
 
 
+def answers(running: Running) -> dict[str, int]:
+    """How many answers were counted, by status; the one that says so is not counted yet."""
+    counted = re.findall(r'serving_answers_total{.*status="(.*)"} (.*)', get(running, "metrics")[2].decode())
+    return {status: int(float(count)) for status, count in counted}
+
+
 def post(
     port: int, body: bytes | dict[str, Any], path: str = "/v1/completions", **headers: str
 ) -> tuple[int, dict[str, str], dict[str, Any]]:
@@ -875,6 +881,8 @@ def test_clients_that_leave_while_they_send_are_no_errors(
                 time.sleep(0.1)
         assert greedy(running).choices[0].text == TEXT
         running.wait_until_idle()
+        # The last one began no request.
+        assert answers(running) == {"499": 3, "405": 1, "200": 1}
         assert "Traceback" not in "".join(running.lines)
     assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
 
@@ -1205,6 +1213,58 @@ def test_a_panic_of_a_matcher_fails_its_own_request(
         until(lambda: any(why in line for line in running.lines))  # perhaps after the answer
         assert get(running, "health")[0] == 200
     assert other.result().choices[0].text == TEXT
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, Panic])
+def test_an_unexpected_error_is_counted_and_logged(
+    site: Site, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error("of this test")
+
+    with site.serve() as running:
+        stream = iter(greedy(running, stream=True))
+        next(stream)
+        with monkeypatch.context() as patch:
+            patch.setattr(running.server.words, "encode", fail)
+            assert raw(running.port, request_bytes(CLOSE))[0] == 500
+            # Within a stream, whose status is 200.
+            patch.setattr(app_lib.Answer, "_pieces", fail)
+            status, _, body = raw(running.port, request_bytes(CLOSE, stream=True))
+        list(stream)
+        running.wait_until_idle()
+        assert answers(running) == {"200": 1, "500": 2}
+    assert "".join(running.lines).count("Traceback") == 2
+
+
+def test_a_server_whose_output_is_closed_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in `serve | true`; nothing is left to be written when the process ends."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        serve_lib._announce("Serving tiny at http://x/v1")
+        closed.flush()
+    error = "Serving tiny at http://x/v1; standard output cannot be written: Broken pipe\n"
+    assert capsys.readouterr().err == error
+
+
+def test_the_log_says_why_there_are_no_status_lines(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(site.models.text, make_driver(site.options, site.models), model_name="tiny")
+
+    def stop(line: str) -> None:
+        lines.append(line)
+        server.stop()
+
+    lines: list[str] = []
+    monkeypatch.setattr(app_lib, "log", stop)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asyncio.run(asyncio.wait_for(server.run(listener, lambda: 1 / 0), 60))
+    assert "ZeroDivisionError" in lines[0]
 
 
 def test_a_server_that_is_stopped_before_it_runs_ends_at_once(site: Site) -> None:

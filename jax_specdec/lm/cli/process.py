@@ -68,18 +68,18 @@ def run_to_end(work: Callable[[], None]) -> None:
         if outcome:
             raise outcome[0]
     except BrokenPipeError:  # the reader of the output has left
-        _drop_unwritten()
+        drop_unwritten()
         sys.exit(PIPE_CLOSED)
     except OSError as error:  # those of reading are reported where they occur
         terminal.log(f"jax-specdec: output cannot be written: {error.strerror}")
-        _drop_unwritten()
+        drop_unwritten()
         sys.exit(1)
     finally:
         for number in handled:
             signal.signal(number, before[number])
 
 
-def _drop_unwritten() -> None:
+def drop_unwritten() -> None:
     """Lets Python, which flushes its streams at exit, find nothing to complain about."""
     for stream in (sys.stdout, sys.stderr):
         try:
