@@ -128,7 +128,8 @@ def _instead_of(unknown: str, command: str | None, parsers: Mapping[str | None, 
     flag = wanted.partition(" ")[0]
     if flag in parsers[command].flags:
         return f"; did you mean {wanted!r}?"
-    owners = [f"jax-specdec {owner}" for owner, parser in parsers.items() if flag in parser.flags]
+    # "jax-specdec generate", or "jax-specdec" alone, which has --version.
+    owners = [parser.prog for parser in parsers.values() if flag in parser.flags]
     if owners:
         return f"; {either(owners)} has {wanted}"
     return did_you_mean(name, parsers[command].flags)
