@@ -586,7 +586,8 @@ def get(running: Running, path: str, **headers: str) -> tuple[int, dict[str, str
 
 def answers(running: Running) -> dict[str, int]:
     """How many answers were counted, by status; the one that says so is not counted yet."""
-    counted = re.findall(r'serving_answers_total{.*status="(.*)"} (.*)', get(running, "metrics")[2].decode())
+    metrics = get(running, "metrics")[2].decode()
+    counted = re.findall(r'serving_answers_total{.*status="(.*)"} (.*)', metrics)
     return {status: int(float(count)) for status, count in counted}
 
 

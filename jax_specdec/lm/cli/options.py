@@ -25,6 +25,7 @@ from jax_specdec._src.base.tree import TREE_MASK_BITS
 from jax_specdec.lm import drafters as table
 from jax_specdec.lm.decoding.options import FLAGS, RequestOptions
 from jax_specdec.lm.decoding.text import DEFAULT_CONFIG
+from jax_specdec.lm.formats.families import FAMILY_NAMES
 
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_K = DEFAULT_CONFIG.num_speculative_tokens
@@ -32,6 +33,8 @@ SERVED_LENGTH = 2048
 """Of a request to `serve`: the caches of all slots are this long."""
 API_KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
 DEFAULT_REPEATS = 5
+# Llama, Qwen2 and so on.
+_FAMILIES = f"{', '.join(FAMILY_NAMES[:-1])} and {FAMILY_NAMES[-1]}"
 
 _Read = TypeVar("_Read")
 
@@ -320,12 +323,11 @@ class Generate(_OneDrafter, _Models, _Requests):
 
     command: ClassVar = "generate"
     summary: ClassVar = "continue a text, or answer a message"
-    description: ClassVar = """Continue a text with the embedded models, or with Hugging Face
-        checkpoints of the Llama, Qwen and Gemma families. Each PROMPT and each --prompt-file is one
-        request; several are decoded as one batch, and their texts are printed one after
-        another, each below a line that says which it is. A line break at the end of a file or of
-        standard input is not part of the prompt. The texts go to standard output, everything else
-        to standard error."""
+    description: ClassVar = f"""Continue a text with the embedded models, or with Hugging Face
+        checkpoints of {_FAMILIES}. Each PROMPT and each --prompt-file is one request; several are
+        decoded as one batch, and their texts are printed one after another, each below a line that
+        says which it is. A line break at the end of a file or of standard input is not part of the
+        prompt. The texts go to standard output, everything else to standard error."""
 
     shows_prompts: bool = option(
         "--no-prompt",
@@ -426,9 +428,9 @@ class Serve(_OneDrafter, _Models):
 
     command: ClassVar = "serve"
     summary: ClassVar = "serve a model over HTTP, as OpenAI's API does"
-    description: ClassVar = """Serve the embedded models, or Hugging Face checkpoints of the Llama,
-        Qwen2 and Qwen3 families, to clients of OpenAI's API. Ctrl-C and SIGTERM finish what runs
-        and end; a second one ends at once."""
+    description: ClassVar = f"""Serve the embedded models, or Hugging Face checkpoints of
+        {_FAMILIES}, to clients of OpenAI's API. Ctrl-C and SIGTERM finish what runs and end; a
+        second one ends at once."""
 
     # `parsing` makes --target of it.
     checkpoint: str | None = option(nargs="?", metavar="DIR", help="the same as --target DIR")
