@@ -734,6 +734,22 @@ def test_a_large_body_is_refused_before_its_end(running: Running) -> None:
     assert raw(running.port, head)[0] == 0
 
 
+@pytest.mark.parametrize(("most", "begin"), [(1600, b"HTTP/1.1 200"), (1300, b"HTTP/1.1 400")])
+def test_what_comes_with_the_end_of_a_head_counts(
+    running: Running, monkeypatch: pytest.MonkeyPatch, most: int, begin: bytes
+) -> None:
+    """A request of 1,000 bytes, in two packets; each of the two counts 256 more."""
+    monkeypatch.setattr("jax_specdec.lm.server.connection.MAX_BYTES", most)
+    empty = len(request_bytes(CLOSE, max_tokens=1, user=100 * "x")) - 100
+    asked = request_bytes(CLOSE, max_tokens=1, user=(1000 - empty) * "x")
+    assert len(asked) == 1000
+    with socket.create_connection(("127.0.0.1", running.port), timeout=30) as connection:
+        connection.sendall(asked[:900])
+        time.sleep(0.1)
+        connection.sendall(asked[900:])
+        assert connection.recv(len(begin)) == begin
+
+
 def test_a_key_is_needed_and_never_shown(site: Site) -> None:
     with site.serve(key=KEY, status_seconds=0.05) as running:
         for wrong in ("none", KEY[:-1], KEY + "x"):

@@ -31,7 +31,8 @@ class Connection(HttpToolsProtocol):
     client leaves. Here it is dropped, and the connection closes after the answer, as HTTP allows.
     """
 
-    _num_bytes = 0
+    _num_bytes = 0  # of this head, or of this body
+    _packet_bytes = 0  # of what came last
 
     @property
     def is_answering(self) -> bool:
@@ -49,7 +50,8 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Reads some of a request, unless it is too much."""
-        self._num_bytes += len(data)
+        self._packet_bytes = len(data)
+        self._num_bytes += self._packet_bytes
         if self._num_bytes > MAX_BYTES:
             self.transport.abort()
         else:
@@ -57,8 +59,9 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begins to answer a request, or drops it."""
-        # From here on the bytes of the body count, or, after it, those of the next head.
-        self._num_bytes = 0
+        # From here on the bytes of the body count, or, after it, those of the next head. What came
+        # with the end of the head may be all of the body's.
+        self._num_bytes = self._packet_bytes
         if self.is_answering:
             # The request gets no cycle, so uvicorn never answers it; the one before it is the last.
             self.cycle.keep_alive = False
