@@ -53,11 +53,16 @@ class Object(pydantic.BaseModel):
         for name in [name for name in present if name not in fields]:
             if name not in cls.neutral:
                 raise PydanticCustomError("unknown_parameter", "", {"name": name})
-            if present[name] not in cls.neutral[name]:
+            if not any(_is_same(present[name], neutral) for neutral in cls.neutral[name]):
                 only = either(map(json.dumps, cls.neutral[name]))
                 context = {"name": name, "rule": f"is supported as {only} only"}
                 raise PydanticCustomError("unsupported_parameter", "", context)
         return present
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    """Returns whether two values are one in JSON: 1 and 1.0 are, 1 and true are not."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _names(kind: type[Object]) -> dict[str, None]:
@@ -429,9 +434,10 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> Ch
                     given.prompt_name,
                     code="context_length_exceeded",
                 )
-            # In threads, because a stream begins by decoding its prompt.
+            # In these threads, too: a stream begins by decoding its prompt.
             prompt_streams = [
-                await asyncio.to_thread(words.stream, token_ids) for _ in range(given.n)
+                await loop.run_in_executor(words.threads, words.stream, token_ids)
+                for _ in range(given.n)
             ]
         except (TypeError, ValueError) as error:
             raise ApiError(words.without_path(str(error)), given.prompt_name) from error
