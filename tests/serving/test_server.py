@@ -1043,6 +1043,26 @@ def test_health_metrics_and_the_status_line(site: Site) -> None:
         assert app_lib._on_drafts(running.driver) == ""
 
 
+def test_a_status_line_says_what_is_compiled_for_those_who_wait(site: Site) -> None:
+    is_compiled = threading.Event()
+    with site.serve(status_seconds=0.1) as running, futures.ThreadPoolExecutor() as pool:
+        assert running.driver._device.behind is not None
+        running.driver._device.behind.compile_later([("grammars", lambda: is_compiled.wait(60))])
+        asked = {"max_tokens": 16, "extra_body": {"response_format": FORMAT}}
+        waiting = pool.submit(greedy, running, **asked)
+        until(lambda: any("queued" in line for line in running.lines))
+        time.sleep(0.5)  # several lines more, where nothing is new
+        lines = [line for line in running.lines if "0 running, 1 queued" in line]
+        assert len(lines) == 1 and lines[0].split("; ")[2] == "compiling for grammars"
+        # Another request does not wait, and is a state of its own.
+        assert greedy(running).choices[0].text == TEXT
+        until(lambda: running.lines[-1] != lines[0])
+        assert running.lines[-1].split("; ")[2] == "compiling for grammars"
+        is_compiled.set()
+        assert json.loads(waiting.result().choices[0].text)["size"] >= 0
+        until(lambda: "queued" in running.lines[-1] and "compiling" not in running.lines[-1])
+
+
 def test_stopping_finishes_what_runs_and_accepts_nobody(site: Site) -> None:
     with site.serve() as running:
         stalled(running.driver)

@@ -358,23 +358,30 @@ class Server:
             await asyncio.sleep(0.01)
         on_ready()
         last_stats, serving = await self.worker.call(_both_stats)
+        last_state = None
         since = time.monotonic()
         self._exporter.publish(last_stats, serving)
         while True:
             await asyncio.sleep(self.limits.status_seconds)
             # Answered between two steps, maybe late: the interval is measured.
-            stats, serving = await self.worker.call(_both_stats)
+            stats, serving, kinds = await self.worker.call(_stats_and_compiling)
             self._exporter.publish(stats, serving)
             now = time.monotonic()
             new = stats - last_stats
-            if new.num_tokens or serving.num_running or serving.num_queued:
+            compiling = f"; compiling for {' and '.join(kinds)}" if kinds else ""
+            state = serving.num_running, serving.num_queued, compiling
+            is_busy = bool(new.num_tokens or serving.num_running or serving.num_queued)
+            # While all that goes on is that requests wait for a program, one line says so.
+            is_told = compiling and state == last_state and not new.num_tokens
+            if is_busy and not is_told:
                 log(
                     f"{serving.num_running} running, {serving.num_queued} queued, "
                     f"{self._num_requests} requests so far; {new.num_tokens / (now - since):.1f} "
                     f"tokens/s, acceptance length {new.length_text}, "
                     f"{new.tokens_per_target_pass:.2f} tokens per target pass"
-                    f"{await self.worker.call(_on_drafts)}"
+                    f"{compiling}{await self.worker.call(_on_drafts)}"
                 )
+            last_state = state
             last_stats = stats
             since = now
 
@@ -389,6 +396,12 @@ def _log_end(task: asyncio.Task[None]) -> None:
 
 def _both_stats(driver: lm.EngineDriver) -> tuple[sd.AcceptanceStats, lm.ServingStats]:
     return driver.stats(), driver.serving_stats()
+
+
+def _stats_and_compiling(
+    driver: lm.EngineDriver,
+) -> tuple[sd.AcceptanceStats, lm.ServingStats, list[str]]:
+    return *_both_stats(driver), driver.compiling_for
 
 
 def _on_drafts(driver: lm.EngineDriver) -> str:
