@@ -48,22 +48,22 @@ class Option:
       flags: the last of them is its name in messages.
       help: what it does.
       ends: the least and the most that an integer may be.
-      how: further arguments of `ArgumentParser.add_argument`.
+      arguments: further arguments of `ArgumentParser.add_argument`.
     """
 
     name: str
     flags: tuple[str, ...]
     help: str
     ends: tuple[int, int | None] | None
-    how: Mapping[str, Any]
+    arguments: Mapping[str, Any]
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Adds it to a parser."""
-        how = {"help": self.help, **self.how}
+        arguments = {"help": self.help, **self.arguments}
         # argparse takes no `dest` for an argument that has a place: its name is the first argument.
         if self.flags:
-            how["dest"] = self.name
-        parser.add_argument(*self.flags or (self.name,), **how)
+            arguments["dest"] = self.name
+        parser.add_argument(*self.flags or (self.name,), **arguments)
 
 
 def flag_of(name: str) -> str:
@@ -104,15 +104,15 @@ def _option(
     help: str,
     low: int | None = None,
     high: int | None = None,
-    **how: Any,
+    **arguments: Any,
 ) -> Option:
     """Returns an option; one of an integer, if that has a least value."""
     if low is None:
-        return Option(name, flags, help, None, how)
-    return Option(name, flags, help, (low, high), {"type": _INTEGER, "metavar": "N", **how})
+        return Option(name, flags, help, None, arguments)
+    return Option(name, flags, help, (low, high), {"type": _INTEGER, "metavar": "N", **arguments})
 
 
-def option(*flags: str, default: Any = None, shows_default: bool = False, **how: Any) -> Any:
+def option(*flags: str, default: Any = None, shows_default: bool = False, **arguments: Any) -> Any:
     """Returns the field of one option.
 
     Args:
@@ -124,8 +124,10 @@ def option(*flags: str, default: Any = None, shows_default: bool = False, **how:
     # command line: argparse reads a default that is text by the option's type.
     if shows_default:
         is_one = not isinstance(default, tuple)
-        how["default"] = default if is_one else ",".join(f"{x:g}" for x in default)
-    return dataclasses.field(default=default, metadata={"options": [_option("", *flags, **how)]})
+        arguments["default"] = default if is_one else ",".join(f"{x:g}" for x in default)
+    return dataclasses.field(
+        default=default, metadata={"options": [_option("", *flags, **arguments)]}
+    )
 
 
 def options(*several: Option) -> Any:

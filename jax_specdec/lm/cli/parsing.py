@@ -101,8 +101,8 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
 class _Parser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line, and takes no abbreviations."""
 
-    def __init__(self, **how: Any) -> None:
-        super().__init__(allow_abbrev=False, **how)
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(allow_abbrev=False, **arguments)
 
     def error(self, message: str) -> NoReturn:
         """Writes a message to standard error, and exits with code 2."""

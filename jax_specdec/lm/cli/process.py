@@ -60,7 +60,7 @@ def run_to_end(work: Callable[[], None]) -> None:
     handled = [x for x in SIGNALS if before[x] not in (None, signal.SIG_IGN)]
     try:
         for number in handled:
-            signal.signal(number, _handle)
+            signal.signal(number, _on_signal)
         thread.start()
         while thread.is_alive():
             thread.join(0.1)  # some systems handle interrupts only between waits
@@ -90,7 +90,7 @@ def drop_unwritten() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _handle(number: int, frame: FrameType | None) -> None:
+def _on_signal(number: int, frame: FrameType | None) -> None:
     """Does what `handling_interrupt` was given, or ends, whatever other threads are doing."""
     # Taken away when it is called: the second interrupt ends the process.
     if _on_interrupt:

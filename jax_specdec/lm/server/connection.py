@@ -35,8 +35,8 @@ class Connection(HttpToolsProtocol):
     _packet_bytes = 0  # of what came last
 
     @property
-    def is_answering(self) -> bool:
-        """Whether a whole request has come, and its answer is not complete."""
+    def awaits_answer(self) -> bool:
+        """Whether its client does: the whole request has come, and the answer is not complete."""
         cycle = self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
@@ -62,7 +62,7 @@ class Connection(HttpToolsProtocol):
         # From here on the bytes of the body count, or, after it, those of the next head. What came
         # with the end of the head may be all of the body's.
         self._num_bytes = self._packet_bytes
-        if self.is_answering:
+        if self.awaits_answer:
             # The request gets no cycle, so uvicorn never answers it; the one before it is the last.
             self.cycle.keep_alive = False
         else:
@@ -73,7 +73,7 @@ class Connection(HttpToolsProtocol):
         self._num_bytes += CHUNK_BYTES
         if self._num_bytes > MAX_BYTES:
             raise httptools.HttpParserError("too many chunks")  # ends its loop, with status 400
-        if not self.is_answering:
+        if not self.awaits_answer:
             super().on_body(body)
 
 
@@ -98,7 +98,7 @@ async def close_stuck(server: uvicorn.Server, seconds: float) -> None:
             # Bytes that the kernel has not taken: its own buffers for the client are full.
             num_unread = connection.transport.get_write_buffer_size()
             # One that waits for the engine, with all read, is left alone.
-            if num_unread or not connection.is_answering:
+            if num_unread or not connection.awaits_answer:
                 state = connection, connection.cycle, num_unread
                 since[state] = before.get(state, now)
                 if now - since[state] > seconds:

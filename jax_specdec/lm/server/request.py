@@ -47,7 +47,7 @@ class Object(pydantic.BaseModel):
         """Returns what is given and not null; pydantic leaves out what is no field."""
         if not isinstance(values, dict):
             raise ValueError("must be an object")
-        fields = _names(cls)
+        fields = {*_names(cls)}
         present = {k: x for k, x in values.items() if x is not None and k not in cls.ignored}
         # These have no sentence: `_refusal` writes it, with the place of this object.
         for name in [name for name in present if name not in fields]:
@@ -65,9 +65,9 @@ def _is_same(value: object, neutral: object) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _names(kind: type[Object]) -> dict[str, None]:
+def _names(kind: type[Object]) -> list[str]:
     """Returns what the fields of an object are called in JSON."""
-    return {field.alias or name: None for name, field in kind.model_fields.items()}
+    return [field.alias or name for name, field in kind.model_fields.items()]
 
 
 def _stated(rule: str) -> WrapValidator:
@@ -467,7 +467,7 @@ def _instead_of(name: str, kind: type[Given]) -> str:
     if name in _OTHER_NAMES:
         return f"; {_OTHER_NAMES[name]}"
     # The same name at another place: beside, within or around an object.
-    paths = list(_names(kind))
+    paths = _names(kind)
     for place, inner in _INNER.items():
         paths += [f"{place}.{field}" for field in _names(inner)]
     last = name.rpartition(".")[2]
