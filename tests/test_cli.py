@@ -460,6 +460,7 @@ def test_a_pipe_is_read_where_no_prompt_is_given(stdin: io.BytesIO) -> None:
         (["x", "--draft=ngram", "--prediction=no"], b"", "no cannot be read: No such file"),
         (["x", "--draft=ngram", "--prediction=-"], b"\n", "the prediction must not be empty, but"),
         (["-", "--prediction=-"], b"a", "standard input (-) can be read once, but is asked for tw"),
+        (["--prediction=-"], b"a", "for twice, once as the prompt, since there is no other"),
         (["x", "--prediction=-"], b"a", "--draft must look in texts for --prediction, as ngram, s"),
         (["x", "--draft=none", "--prediction=-"], b"a", "--draft must look in texts for --predic"),
         (["--prompt-file", "a\0b"], b"", "cannot be read: embedded null byte"),
@@ -845,6 +846,7 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
             "; the key is read from $JAX_SPECDEC_API_KEY or from a file, --api-k",
         ),
         ("generate x --max-num-seqs=4", "--max-num-seqs=4; jax-specdec serve has --num-slots"),
+        ("generate x --version", "unrecognized arguments: --version; jax-specdec has --version"),
         ("bench x --host=::1", "unrecognized arguments: --host=::1; jax-specdec serve has --host"),
         ("generate x --draft=dspark:y", ", but it is 'dspark:y': did you mean 'block:y'?"),
         ("serve a --draft=suffix+eagle:y", "'suffix+eagle:y': did you mean 'suffix+eagle3:y'?"),
@@ -910,12 +912,20 @@ def test_a_wrong_command_line_gets_one_line(
     assert message in refuse(capsys, *shlex.split(arguments))
 
 
+FAMILIES = "Llama, Qwen2, Qwen3, Gemma 2, Gemma 3 and Gemma 4"
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
         ([], "usage: jax-specdec [-h] [--version] COMMAND ..."),
         (["--version"], f"jax-specdec {sd.__version__}\n"),
         (["generate", "--help"], "texts go to standard output, everything else to standard error."),
+        (["generate", "--help"], f"Hugging Face checkpoints of {FAMILIES}."),
+        (
+            ["serve", "--help"],
+            f"Hugging Face checkpoints of {FAMILIES}, to clients of OpenAI's API",
+        ),
     ],
 )
 def test_help_and_version_are_printed(

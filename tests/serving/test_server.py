@@ -584,6 +584,13 @@ def get(running: Running, path: str, **headers: str) -> tuple[int, dict[str, str
     return raw(running.port, f"GET /{path} HTTP/1.1\r\n{lines}\r\n".encode())
 
 
+def answers(running: Running) -> dict[str, int]:
+    """How many answers were counted, by status; the one that says so is not counted yet."""
+    metrics = get(running, "metrics")[2].decode()
+    counted = re.findall(r'serving_answers_total{.*status="(.*)"} (.*)', metrics)
+    return {status: int(float(count)) for status, count in counted}
+
+
 def post(
     port: int, body: bytes | dict[str, Any], path: str = "/v1/completions", **headers: str
 ) -> tuple[int, dict[str, str], dict[str, Any]]:
@@ -725,6 +732,22 @@ def test_a_large_body_is_refused_before_its_end(running: Running) -> None:
     assert raw(running.port, POST.encode() + tiny)[0] in (0, 400)
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 2**21
     assert raw(running.port, head)[0] == 0
+
+
+@pytest.mark.parametrize(("most", "begin"), [(1600, b"HTTP/1.1 200"), (1300, b"HTTP/1.1 400")])
+def test_what_comes_with_the_end_of_a_head_counts(
+    running: Running, monkeypatch: pytest.MonkeyPatch, most: int, begin: bytes
+) -> None:
+    """A request of 1,000 bytes, in two packets; each of the two counts 256 more."""
+    monkeypatch.setattr("jax_specdec.lm.server.connection.MAX_BYTES", most)
+    empty = len(request_bytes(CLOSE, max_tokens=1, user=100 * "x")) - 100
+    asked = request_bytes(CLOSE, max_tokens=1, user=(1000 - empty) * "x")
+    assert len(asked) == 1000
+    with socket.create_connection(("127.0.0.1", running.port), timeout=30) as connection:
+        connection.sendall(asked[:900])
+        time.sleep(0.1)
+        connection.sendall(asked[900:])
+        assert connection.recv(len(begin)) == begin
 
 
 def test_a_key_is_needed_and_never_shown(site: Site) -> None:
@@ -875,6 +898,8 @@ def test_clients_that_leave_while_they_send_are_no_errors(
                 time.sleep(0.1)
         assert greedy(running).choices[0].text == TEXT
         running.wait_until_idle()
+        # The last one began no request.
+        assert answers(running) == {"499": 3, "405": 1, "200": 1}
         assert "Traceback" not in "".join(running.lines)
     assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
 
@@ -1016,6 +1041,26 @@ def test_health_metrics_and_the_status_line(site: Site) -> None:
         assert app_lib._on_drafts(running.driver) == "; drafts do not pay, try --draft none"
         choice.costs = None
         assert app_lib._on_drafts(running.driver) == ""
+
+
+def test_a_status_line_says_what_is_compiled_for_those_who_wait(site: Site) -> None:
+    is_compiled = threading.Event()
+    with site.serve(status_seconds=0.1) as running, futures.ThreadPoolExecutor() as pool:
+        assert running.driver._device.behind is not None
+        running.driver._device.behind.compile_later([("grammars", lambda: is_compiled.wait(60))])
+        asked = {"max_tokens": 16, "extra_body": {"response_format": FORMAT}}
+        waiting = pool.submit(greedy, running, **asked)
+        until(lambda: any("queued" in line for line in running.lines))
+        time.sleep(0.5)  # several lines more, where nothing is new
+        lines = [line for line in running.lines if "0 running, 1 queued" in line]
+        assert len(lines) == 1 and lines[0].split("; ")[2] == "compiling for grammars"
+        # Another request does not wait, and is a state of its own.
+        assert greedy(running).choices[0].text == TEXT
+        until(lambda: running.lines[-1] != lines[0])
+        assert running.lines[-1].split("; ")[2] == "compiling for grammars"
+        is_compiled.set()
+        assert json.loads(waiting.result().choices[0].text)["size"] >= 0
+        until(lambda: "queued" in running.lines[-1] and "compiling" not in running.lines[-1])
 
 
 def test_stopping_finishes_what_runs_and_accepts_nobody(site: Site) -> None:
@@ -1205,6 +1250,58 @@ def test_a_panic_of_a_matcher_fails_its_own_request(
         until(lambda: any(why in line for line in running.lines))  # perhaps after the answer
         assert get(running, "health")[0] == 200
     assert other.result().choices[0].text == TEXT
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, Panic])
+def test_an_unexpected_error_is_counted_and_logged(
+    site: Site, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error("of this test")
+
+    with site.serve() as running:
+        stream = iter(greedy(running, stream=True))
+        next(stream)
+        with monkeypatch.context() as patch:
+            patch.setattr(running.server.words, "encode", fail)
+            assert raw(running.port, request_bytes(CLOSE))[0] == 500
+            # Within a stream, whose status is 200.
+            patch.setattr(app_lib.Answer, "_pieces", fail)
+            status, _, body = raw(running.port, request_bytes(CLOSE, stream=True))
+        list(stream)
+        running.wait_until_idle()
+        assert answers(running) == {"200": 1, "500": 2}
+    assert "".join(running.lines).count("Traceback") == 2
+
+
+def test_a_server_whose_output_is_closed_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in `serve | true`; nothing is left to be written when the process ends."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        serve_lib._announce("Serving tiny at http://x/v1")
+        closed.flush()
+    error = "Serving tiny at http://x/v1; standard output cannot be written: Broken pipe\n"
+    assert capsys.readouterr().err == error
+
+
+def test_the_log_says_why_there_are_no_status_lines(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(site.models.text, make_driver(site.options, site.models), model_name="tiny")
+
+    def stop(line: str) -> None:
+        lines.append(line)
+        server.stop()
+
+    lines: list[str] = []
+    monkeypatch.setattr(app_lib, "log", stop)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asyncio.run(asyncio.wait_for(server.run(listener, lambda: 1 / 0), 60))
+    assert "ZeroDivisionError" in lines[0]
 
 
 def test_a_server_that_is_stopped_before_it_runs_ends_at_once(site: Site) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,6 +134,45 @@ def test_what_nothing_depends_on_may_be_anything() -> None:
     names = ("metadata", "prompt_cache_key", "safety_identifier", "user")
     assert read(seed=1, **dict.fromkeys(names, {"a": [1]})) == read(seed=1)
     assert read(True, seed=1, logprobs=False, top_logprobs=0) == read(True, seed=1)
+
+
+def test_true_is_no_number_and_one_is_the_same_with_a_point() -> None:
+    for name, value in (
+        ("echo", 0),
+        ("skip_special_tokens", 1),
+        ("parallel_tool_calls", 1),
+        ("best_of", True),
+        ("priority", False),
+    ):
+        error = refused(**{name: value})
+        assert error.param == name and f"{name} is supported as " in str(error)
+    assert read(seed=1, best_of=1.0, length_penalty=1.0, priority=0.0) == read(seed=1)
+
+
+def test_texts_are_encoded_and_decoded_in_the_threads_for_them() -> None:
+    """So no more of them at a time than there are of these."""
+    names: set[str] = set()
+
+    class Noting(Words):
+        def encode(self, prompt: Any) -> list[int]:
+            names.add(threading.current_thread().name)
+            return super().encode(prompt)
+
+        def encode_text(self, text: str) -> list[int]:
+            return self.encode(text)
+
+        def stream(self, prompt: list[int]) -> None:
+            self.encode(prompt)
+
+    words: Any = Noting()
+    given = read_parameters(
+        {"prompt": ["x", "y"], "n": 2, "prediction": {"type": "content", "content": "x"}},
+        False,
+        ENGINE,
+    )
+    with futures.ThreadPoolExecutor(1, thread_name_prefix="texts") as words.threads:
+        asyncio.run(read_request(given, ENGINE, words))
+    assert words.prompts == ["x", "x", [1], [1], "y", [1], [1]] and names == {"texts_0"}
 
 
 NAMED: list[tuple[dict[str, Any], str, str]] = [

@@ -25,6 +25,7 @@ from jax_specdec._src.base.tree import TREE_MASK_BITS
 from jax_specdec.lm import drafters as table
 from jax_specdec.lm.decoding.options import FLAGS, RequestOptions
 from jax_specdec.lm.decoding.text import DEFAULT_CONFIG
+from jax_specdec.lm.formats.families import FAMILY_NAMES
 
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_K = DEFAULT_CONFIG.num_speculative_tokens
@@ -32,6 +33,8 @@ SERVED_LENGTH = 2048
 """Of a request to `serve`: the caches of all slots are this long."""
 API_KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
 DEFAULT_REPEATS = 5
+# Llama, Qwen2 and so on.
+_FAMILIES = f"{', '.join(FAMILY_NAMES[:-1])} and {FAMILY_NAMES[-1]}"
 
 _Read = TypeVar("_Read")
 
@@ -45,22 +48,22 @@ class Option:
       flags: the last of them is its name in messages.
       help: what it does.
       ends: the least and the most that an integer may be.
-      how: further arguments of `ArgumentParser.add_argument`.
+      arguments: further arguments of `ArgumentParser.add_argument`.
     """
 
     name: str
     flags: tuple[str, ...]
     help: str
     ends: tuple[int, int | None] | None
-    how: Mapping[str, Any]
+    arguments: Mapping[str, Any]
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Adds it to a parser."""
-        how = {"help": self.help, **self.how}
+        arguments = {"help": self.help, **self.arguments}
         # argparse takes no `dest` for an argument that has a place: its name is the first argument.
         if self.flags:
-            how["dest"] = self.name
-        parser.add_argument(*self.flags or (self.name,), **how)
+            arguments["dest"] = self.name
+        parser.add_argument(*self.flags or (self.name,), **arguments)
 
 
 def flag_of(name: str) -> str:
@@ -101,15 +104,15 @@ def _option(
     help: str,
     low: int | None = None,
     high: int | None = None,
-    **how: Any,
+    **arguments: Any,
 ) -> Option:
     """Returns an option; one of an integer, if that has a least value."""
     if low is None:
-        return Option(name, flags, help, None, how)
-    return Option(name, flags, help, (low, high), {"type": _INTEGER, "metavar": "N", **how})
+        return Option(name, flags, help, None, arguments)
+    return Option(name, flags, help, (low, high), {"type": _INTEGER, "metavar": "N", **arguments})
 
 
-def option(*flags: str, default: Any = None, shows_default: bool = False, **how: Any) -> Any:
+def option(*flags: str, default: Any = None, shows_default: bool = False, **arguments: Any) -> Any:
     """Returns the field of one option.
 
     Args:
@@ -121,8 +124,10 @@ def option(*flags: str, default: Any = None, shows_default: bool = False, **how:
     # command line: argparse reads a default that is text by the option's type.
     if shows_default:
         is_one = not isinstance(default, tuple)
-        how["default"] = default if is_one else ",".join(f"{x:g}" for x in default)
-    return dataclasses.field(default=default, metadata={"options": [_option("", *flags, **how)]})
+        arguments["default"] = default if is_one else ",".join(f"{x:g}" for x in default)
+    return dataclasses.field(
+        default=default, metadata={"options": [_option("", *flags, **arguments)]}
+    )
 
 
 def options(*several: Option) -> Any:
@@ -320,12 +325,11 @@ class Generate(_OneDrafter, _Models, _Requests):
 
     command: ClassVar = "generate"
     summary: ClassVar = "continue a text, or answer a message"
-    description: ClassVar = """Continue a text with the embedded models, or with Hugging Face
-        checkpoints of the Llama, Qwen and Gemma families. Each PROMPT and each --prompt-file is one
-        request; several are decoded as one batch, and their texts are printed one after
-        another, each below a line that says which it is. A line break at the end of a file or of
-        standard input is not part of the prompt. The texts go to standard output, everything else
-        to standard error."""
+    description: ClassVar = f"""Continue a text with the embedded models, or with Hugging Face
+        checkpoints of {_FAMILIES}. Each PROMPT and each --prompt-file is one request; several are
+        decoded as one batch, and their texts are printed one after another, each below a line that
+        says which it is. A line break at the end of a file or of standard input is not part of the
+        prompt. The texts go to standard output, everything else to standard error."""
 
     shows_prompts: bool = option(
         "--no-prompt",
@@ -426,9 +430,9 @@ class Serve(_OneDrafter, _Models):
 
     command: ClassVar = "serve"
     summary: ClassVar = "serve a model over HTTP, as OpenAI's API does"
-    description: ClassVar = """Serve the embedded models, or Hugging Face checkpoints of the Llama,
-        Qwen2 and Qwen3 families, to clients of OpenAI's API. Ctrl-C and SIGTERM finish what runs
-        and end; a second one ends at once."""
+    description: ClassVar = f"""Serve the embedded models, or Hugging Face checkpoints of
+        {_FAMILIES}, to clients of OpenAI's API. Ctrl-C and SIGTERM finish what runs and end; a
+        second one ends at once."""
 
     # `parsing` makes --target of it.
     checkpoint: str | None = option(nargs="?", metavar="DIR", help="the same as --target DIR")

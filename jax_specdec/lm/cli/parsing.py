@@ -101,8 +101,8 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
 class _Parser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line, and takes no abbreviations."""
 
-    def __init__(self, **how: Any) -> None:
-        super().__init__(allow_abbrev=False, **how)
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(allow_abbrev=False, **arguments)
 
     def error(self, message: str) -> NoReturn:
         """Writes a message to standard error, and exits with code 2."""
@@ -128,7 +128,8 @@ def _instead_of(unknown: str, command: str | None, parsers: Mapping[str | None, 
     flag = wanted.partition(" ")[0]
     if flag in parsers[command].flags:
         return f"; did you mean {wanted!r}?"
-    owners = [f"jax-specdec {owner}" for owner, parser in parsers.items() if flag in parser.flags]
+    # "jax-specdec generate", or "jax-specdec" alone, which has --version.
+    owners = [parser.prog for parser in parsers.values() if flag in parser.flags]
     if owners:
         return f"; {either(owners)} has {wanted}"
     return did_you_mean(name, parsers[command].flags)

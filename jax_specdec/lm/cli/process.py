@@ -60,7 +60,7 @@ def run_to_end(work: Callable[[], None]) -> None:
     handled = [x for x in SIGNALS if before[x] not in (None, signal.SIG_IGN)]
     try:
         for number in handled:
-            signal.signal(number, _handle)
+            signal.signal(number, _on_signal)
         thread.start()
         while thread.is_alive():
             thread.join(0.1)  # some systems handle interrupts only between waits
@@ -68,18 +68,18 @@ def run_to_end(work: Callable[[], None]) -> None:
         if outcome:
             raise outcome[0]
     except BrokenPipeError:  # the reader of the output has left
-        _drop_unwritten()
+        drop_unwritten()
         sys.exit(PIPE_CLOSED)
     except OSError as error:  # those of reading are reported where they occur
         terminal.log(f"jax-specdec: output cannot be written: {error.strerror}")
-        _drop_unwritten()
+        drop_unwritten()
         sys.exit(1)
     finally:
         for number in handled:
             signal.signal(number, before[number])
 
 
-def _drop_unwritten() -> None:
+def drop_unwritten() -> None:
     """Lets Python, which flushes its streams at exit, find nothing to complain about."""
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -90,7 +90,7 @@ def _drop_unwritten() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _handle(number: int, frame: FrameType | None) -> None:
+def _on_signal(number: int, frame: FrameType | None) -> None:
     """Does what `handling_interrupt` was given, or ends, whatever other threads are doing."""
     # Taken away when it is called: the second interrupt ends the process.
     if _on_interrupt:

@@ -24,17 +24,20 @@ def read_prompts(options: Decoding) -> list[str]:
     Raises:
       InputError: there is none, one is empty, or a file cannot be read.
     """
-    if not options.prompts and not options.prompt_files:
+    prompts = options.prompts
+    also = ""
+    if not prompts and not options.prompt_files:
         if sys.stdin is None or sys.stdin.isatty():
             raise InputError(
                 "a prompt is needed: an argument, --prompt-file FILE, or standard input (-)"
             )
-        return [read_file("-")]
+        prompts = ("-",)
+        also = ", once as the prompt, since there is no other"
     # A second reader would find nothing.
-    if [*options.prompts, *options.prompt_files, options.prediction].count("-") > 1:
-        raise InputError("standard input (-) can be read once, but is asked for twice")
-    prompts = [read_file(text) if text == "-" else text for text in options.prompts]
-    return prompts + [read_file(name) for name in options.prompt_files]
+    if [*prompts, *options.prompt_files, options.prediction].count("-") > 1:
+        raise InputError(f"standard input (-) can be read once, but is asked for twice{also}")
+    texts = [read_file(text) if text == "-" else text for text in prompts]
+    return texts + [read_file(name) for name in options.prompt_files]
 
 
 def read_file(name: str, what: str = "the prompt") -> str:

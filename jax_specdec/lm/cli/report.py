@@ -62,15 +62,15 @@ def _figures(run: Run) -> list[str]:
     return [f"{run.num_tokens}", per_pass, stats.length_text, f"{run.tokens_per_second:.0f}"]
 
 
-def write_json(session: Session, found: dict[str, object], runs: list[Run] | None) -> None:
-    """Writes what was found as one object, with an entry for each row of the table, if any."""
+def write_json(session: Session, result: dict[str, object], runs: list[Run] | None) -> None:
+    """Writes a result as one object, with an entry for each row of the table, if any."""
     options = session.options
-    found["target"] = None if options.target is None else str(options.target)
-    found["seed"] = options.seed
-    found["tree"] = options.tree
+    result["target"] = None if options.target is None else str(options.target)
+    result["seed"] = options.seed
+    result["tree"] = options.tree
     if runs is not None:
-        found["rows"] = [_row(session, run) for run in runs]
-    terminal.write(json.dumps(found) + "\n")
+        result["rows"] = [_row(session, run) for run in runs]
+    terminal.write(json.dumps(result) + "\n")
 
 
 def _row(session: Session, run: Run) -> dict[str, object]:

@@ -2,7 +2,8 @@
 
 In the order of what can go wrong soonest: the key, the address, the models, the engine, all of its
 programs, and then the loop of `server.app`. One line goes to standard output, the address, when
-clients are answered: a script may wait for it. All else is on standard error.
+clients are answered: a script may wait for it. All else is on standard error. Lines that cannot be
+written are dropped.
 """
 
 from __future__ import annotations
@@ -80,12 +81,25 @@ def serve(options: Serve) -> None:
         # From here on the first signal calls `stop`, in the main thread, and the second one ends
         # the process; up to here the first one did.
         with process.handling_interrupt(server.stop):
-            ready = functools.partial(terminal.write, f"Serving {name} at {url}\n")
+            ready = functools.partial(_announce, f"Serving {name} at {url}")
             try:
                 asyncio.run(server.run(listener, ready))
             except EngineFailed as error:
                 terminal.log(f"jax-specdec serve: {error}")
                 sys.exit(1)
+
+
+def _announce(line: str) -> None:
+    """Writes the only line of standard output, or on standard error why it cannot be written.
+
+    The server goes on, as in `serve | true`: its answers are what it is for. A `generate` whose
+    output cannot be written would work for nobody, and ends.
+    """
+    try:
+        terminal.write(f"{line}\n")
+    except OSError as error:
+        terminal.log(f"{line}; standard output cannot be written: {error.strerror}")
+        process.drop_unwritten()
 
 
 def make_driver(options: Serve, models: Models) -> lm.EngineDriver:

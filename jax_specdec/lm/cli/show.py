@@ -126,7 +126,7 @@ def _show_text(options: Generate, prompts: list[str]) -> None:
             "dim",
         )
         _log_statistics(stacked(records), stream.texts, times[-1] - times[0])
-        _log_loss(records, times)
+        _log_costly_drafts(records, times)
     if options.config.rejection_sample_method == "synthetic":
         terminal.log("Synthetic acceptance: the text is not the target's.")
     _check_verified(stream.texts)
@@ -238,22 +238,22 @@ def _log_statistics(steps: StepRecord, texts: list[Completion], seconds: float) 
     )
 
 
-def _log_loss(seen: list[StepRecord], times: list[float]) -> None:
+def _log_costly_drafts(records: list[StepRecord], times: list[float]) -> None:
     """Writes one line if drafts made a text late.
 
     Steps of one request without drafts show what plain decoding takes: on CPUs they are faster.
 
     Args:
-      seen: all steps.
+      records: of all steps.
       times: when the first one was there, and when the text of each was printed.
     """
     # [S - 1]: of all but the first step, which was taken before the first time
-    num_kept = np.array([record.num_kept.sum() for record in seen[1:]])
-    is_plain = np.array([not record.num_proposed.any() for record in seen[1:]], bool)
+    num_kept = np.array([record.num_kept.sum() for record in records[1:]])
+    is_plain = np.array([not record.num_proposed.any() for record in records[1:]], bool)
     # [S + 1] -> [S] -> [S - 1]
     seconds = np.diff(times)[1:]
     # Of one request alone, for which plain decoding takes a step for each token.
-    if seen[0].num_kept.size > 1 or is_plain.sum() < _LEAST_PLAIN:
+    if records[0].num_kept.size > 1 or is_plain.sum() < _LEAST_PLAIN:
         return
     plain = float(np.median(seconds[is_plain]) * num_kept.sum())
     if seconds.sum() > max(_LEAST_LOSS * plain, plain + _LEAST_SECONDS):

@@ -282,6 +282,14 @@ class EngineDriver:
         return len(self._host.slots)
 
     @property
+    def compiling_for(self) -> list[str]:
+        """What requests in the queue wait for: programs for "options" or for "grammars".
+
+        Empty if all is compiled, or nobody waits for what is not: see `warm_up`, with `behind`.
+        """
+        return self._warm_up.compiling_for(self._waiting.values())
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing waits, nothing runs, and every update was delivered."""
         return not (self.num_queued or self.num_running or self._host.updates)

@@ -198,6 +198,12 @@ class WarmUp:
         """
         return self.engine.chunk_sizes[0] if "long prompts" in self.lacking else None
 
+    def compiling_for(self, waiting: Collection[ServedRequest]) -> list[str]:
+        """Returns those of `KINDS` of which a request that waits lacks programs."""
+        lacking = self.lacking
+        needed = set().union(*(needs(self.engine, request) for request in waiting))
+        return [kind for kind in KINDS if kind in needed & lacking]
+
     def served_now(self, waiting: Collection[ServedRequest]) -> Collection[ServedRequest]:
         """Returns which requests of those that wait for their first slot have their programs."""
         lacking = self.lacking

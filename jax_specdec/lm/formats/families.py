@@ -365,6 +365,7 @@ class Family(NamedTuple):
     """What a `model_type` of a `config.json` stands for.
 
     Attributes:
+      name: what people call it.
       config: what such a file says, as a config.
       architecture: the class of transformers that is written as `architectures`.
       reads: keys that it reads and that must be as in Llama elsewhere; see `config_json`.
@@ -372,6 +373,7 @@ class Family(NamedTuple):
       unread: what names of tensors begin with that are of no text, and not read.
     """
 
+    name: str
     config: Callable[[JsonObject], DecoderConfig]
     architecture: str
     reads: tuple[str, ...] = ()
@@ -384,15 +386,20 @@ _GEMMA = ("layer_types", "hidden_act")
 _GEMMA2 = (*_GEMMA, "attn_logit_softcapping", "final_logit_softcapping")
 _INSIDE = ("text_config", IMAGES)  # of files that have images or sound beside text
 FAMILIES = {
-    "llama": Family(_llama, "LlamaForCausalLM"),
-    "qwen2": Family(lambda raw: _llama(raw, qkv_bias=True), "Qwen2ForCausalLM"),
-    "qwen3": Family(_qwen3, "Qwen3ForCausalLM"),
-    "gemma2": Family(_gemma2, "Gemma2ForCausalLM", _GEMMA2),
-    "gemma3_text": Family(_gemma3, "Gemma3ForCausalLM", _GEMMA),
-    "gemma3": Family(_gemma3, "Gemma3ForConditionalGeneration", _GEMMA, *_INSIDE),
-    "gemma4_text": Family(_gemma4, "Gemma4ForCausalLM", _GEMMA2),
-    "gemma4": Family(_gemma4, "Gemma4ForConditionalGeneration", _GEMMA2, *_INSIDE),
-    "gemma4_unified_text": Family(_gemma4, "Gemma4UnifiedForCausalLM", _GEMMA2),
-    "gemma4_unified": Family(_gemma4, "Gemma4UnifiedForConditionalGeneration", _GEMMA2, *_INSIDE),
+    "llama": Family("Llama", _llama, "LlamaForCausalLM"),
+    "qwen2": Family("Qwen2", lambda raw: _llama(raw, qkv_bias=True), "Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3", _qwen3, "Qwen3ForCausalLM"),
+    "gemma2": Family("Gemma 2", _gemma2, "Gemma2ForCausalLM", _GEMMA2),
+    "gemma3_text": Family("Gemma 3", _gemma3, "Gemma3ForCausalLM", _GEMMA),
+    "gemma3": Family("Gemma 3", _gemma3, "Gemma3ForConditionalGeneration", _GEMMA, *_INSIDE),
+    "gemma4_text": Family("Gemma 4", _gemma4, "Gemma4ForCausalLM", _GEMMA2),
+    "gemma4": Family("Gemma 4", _gemma4, "Gemma4ForConditionalGeneration", _GEMMA2, *_INSIDE),
+    "gemma4_unified_text": Family("Gemma 4", _gemma4, "Gemma4UnifiedForCausalLM", _GEMMA2),
+    "gemma4_unified": Family(
+        "Gemma 4", _gemma4, "Gemma4UnifiedForConditionalGeneration", _GEMMA2, *_INSIDE
+    ),
 }
 """By `model_type`."""
+
+FAMILY_NAMES = [*dict.fromkeys(family.name for family in FAMILIES.values())]
+"""Each once: several `model_type`s may be one family."""

@@ -463,10 +463,11 @@ def _event(content: Json) -> bytes:
     """Returns a server-sent event.
 
     Line ends of Unicode are escaped in it, for clients that split lines there. (JSON itself escapes
-    those of ASCII.)
+    those of ASCII.) No text has lone surrogates, which UTF-8 does not hold: decoders make none, the
+    marks of `ChoiceText` are taken out, and names and messages are made without.
     """
     text = json.dumps(content, ensure_ascii=False).translate(_LINE_ENDS)
-    return f"data: {text}\n\n".encode("utf-8", "replace")
+    return f"data: {text}\n\n".encode()
 
 
 _LINE_ENDS = {ord(x): f"\\u{ord(x):04x}" for x in "\u0085\u2028\u2029"}

@@ -43,6 +43,9 @@ from jax_specdec.lm.server.vocabulary import Vocabulary
 from jax_specdec.lm.server.worker import Channel, EngineFailed, Worker
 from jax_specdec.lm.terminal import log
 
+CLIENT_LEFT = 499
+"""What is counted in place of a status where nobody is left to answer: nginx's number."""
+
 
 class Server:
     """The ASGI application, and the loop around it."""
@@ -84,7 +87,7 @@ class Server:
         self._exporter = lm.PrometheusExporter(self._metrics, labels={"model_name": model_name})
         self._answers = prometheus_client.Counter(
             "jax_specdec:serving_answers",
-            "Answers by status; 499: the client had left.",
+            f"Answers by status; {CLIENT_LEFT}: the client had left.",
             ["model_name", "status"],
             registry=self._metrics,
         )
@@ -126,8 +129,7 @@ class Server:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers who may ask, and counts and logs answers."""
-        # What is counted where no answer begins, because the client has left; nginx's number.
-        status = 499
+        status = CLIENT_LEFT  # where no answer begins
 
         async def send_and_note(message: Message) -> None:
             nonlocal status
@@ -137,18 +139,26 @@ class Server:
 
         try:
             self._check_caller(Headers(scope=scope), scope["path"])
-        except ApiError as error:
-            await error.response(scope, receive, send_and_note)
-        else:
             await self._app(scope, receive, send_and_note)
-        # A stream that ends with an error has begun with status 200; its error counts.
-        failed = scope.get(ERROR)
-        status = status if failed is None else failed.status
-        self._answers.labels(self.model_name, status).inc()
-        # Once the server refuses everybody, one line has said why.
-        if failed is not None and failed.status >= 500 and not self.worker.is_refusing:
-            why = "" if failed.reason is None else f": {first_line(failed.reason)}"
-            log(f"{failed.status} {scope['method']} {scope['path'][:100]}: {failed}{why}")
+        except ApiError as error:  # of the caller: Starlette answers those of a request
+            await error.response(scope, receive, send_and_note)
+        except BaseException as error:
+            # Starlette has answered by `_answer_error`, and raises the error again: uvicorn closes
+            # the connection, or the client would wait for the rest of an answer that has begun. Of
+            # a panic of a library in Rust, which is no Exception, Starlette knows nothing; uvicorn
+            # answers it.
+            if not isinstance(error, Exception | asyncio.CancelledError):
+                _note_fault(scope, error)
+            raise
+        finally:
+            # A stream that ends with an error has begun with status 200; its error counts.
+            failed = scope.get(ERROR)
+            status = status if failed is None else failed.status
+            self._answers.labels(self.model_name, status).inc()
+            # Once the server refuses everybody, one line has said why.
+            if failed is not None and failed.status >= 500 and not self.worker.is_refusing:
+                why = "" if failed.reason is None else f": {first_line(failed.reason)}"
+                log(f"{failed.status} {scope['method']} {scope['path'][:100]}: {failed}{why}")
 
     def _check_caller(self, headers: Headers, path: str) -> None:
         """Raises an `ApiError` unless the client, and its name for this server, are right."""
@@ -276,18 +286,21 @@ class Server:
 
         Args:
           listener: bound; it may listen already.
-          on_ready: called once clients are accepted.
+          on_ready: called once clients are accepted; if it raises, there are no status lines.
 
         Raises:
           EngineFailed: it has, and the log says why.
         """
         self.worker.start(on_failure=self._stop_soon)
         asyncio.get_running_loop().set_exception_handler(self._on_error)
+        # They end when they are cancelled, or else the log says why.
         tasks = [
             asyncio.create_task(self._drain()),
             asyncio.create_task(self._report(on_ready)),
             asyncio.create_task(close_stuck(self._uvicorn, self.limits.client_seconds)),
         ]
+        for task in tasks:
+            task.add_done_callback(_log_end)
         try:
             # uvicorn handles signals in the main thread only. A command runs in another, and
             # `cli.process` calls `stop`. Then this closes the listener and idle connections, and
@@ -345,29 +358,50 @@ class Server:
             await asyncio.sleep(0.01)
         on_ready()
         last_stats, serving = await self.worker.call(_both_stats)
+        last_state = None
         since = time.monotonic()
         self._exporter.publish(last_stats, serving)
         while True:
             await asyncio.sleep(self.limits.status_seconds)
             # Answered between two steps, maybe late: the interval is measured.
-            stats, serving = await self.worker.call(_both_stats)
+            stats, serving, kinds = await self.worker.call(_stats_and_compiling)
             self._exporter.publish(stats, serving)
             now = time.monotonic()
             new = stats - last_stats
-            if new.num_tokens or serving.num_running or serving.num_queued:
+            compiling = f"; compiling for {' and '.join(kinds)}" if kinds else ""
+            state = serving.num_running, serving.num_queued, compiling
+            is_busy = bool(new.num_tokens or serving.num_running or serving.num_queued)
+            # While all that goes on is that requests wait for a program, one line says so.
+            is_told = compiling and state == last_state and not new.num_tokens
+            if is_busy and not is_told:
                 log(
                     f"{serving.num_running} running, {serving.num_queued} queued, "
                     f"{self._num_requests} requests so far; {new.num_tokens / (now - since):.1f} "
                     f"tokens/s, acceptance length {new.length_text}, "
                     f"{new.tokens_per_target_pass:.2f} tokens per target pass"
-                    f"{await self.worker.call(_on_drafts)}"
+                    f"{compiling}{await self.worker.call(_on_drafts)}"
                 )
+            last_state = state
             last_stats = stats
             since = now
 
 
+def _log_end(task: asyncio.Task[None]) -> None:
+    """Logs why a task of the loop has ended, unless that is no fault of its own."""
+    error = None if task.cancelled() else task.exception()
+    # An `ApiError` is the engine's failure, which one line has told.
+    if error is not None and not isinstance(error, ApiError):
+        log("".join(traceback.format_exception(error)))
+
+
 def _both_stats(driver: lm.EngineDriver) -> tuple[sd.AcceptanceStats, lm.ServingStats]:
     return driver.stats(), driver.serving_stats()
+
+
+def _stats_and_compiling(
+    driver: lm.EngineDriver,
+) -> tuple[sd.AcceptanceStats, lm.ServingStats, list[str]]:
+    return *_both_stats(driver), driver.compiling_for
 
 
 def _on_drafts(driver: lm.EngineDriver) -> str:
@@ -428,7 +462,7 @@ async def _left(receive: Receive) -> None:
 async def _answer_error(request: Request, error: Exception) -> Response:
     """Returns the answer to a request that raised an error; an unexpected one is logged."""
     if isinstance(error, ClientDisconnect):
-        return Response()  # nobody reads it
+        return Response(status_code=CLIENT_LEFT)  # nobody reads it
     if isinstance(error, ApiError):
         request.scope[ERROR] = error
         return error.response
@@ -440,6 +474,11 @@ async def _answer_error(request: Request, error: Exception) -> Response:
             message += f"; there are {', '.join(paths)}"
         headers = None if error.headers is None else dict(error.headers)
         return ApiError(message, status=error.status_code, headers=headers).response
-    # A fault of this program: the client learns nothing of it.
+    return _note_fault(request.scope, error).response
+
+
+def _note_fault(scope: Scope, error: BaseException) -> ApiError:
+    """Logs a fault of this program; returns what its client gets, which learns nothing of it."""
     log("".join(traceback.format_exception(error)))
-    return ApiError("the server has an error", status=500).response
+    scope[ERROR] = ApiError("the server has an error", status=500)
+    return scope[ERROR]

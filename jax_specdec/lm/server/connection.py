@@ -31,11 +31,12 @@ class Connection(HttpToolsProtocol):
     client leaves. Here it is dropped, and the connection closes after the answer, as HTTP allows.
     """
 
-    _num_bytes = 0
+    _num_bytes = 0  # of this head, or of this body
+    _packet_bytes = 0  # of what came last
 
     @property
-    def is_answering(self) -> bool:
-        """Whether a whole request has come, and its answer is not complete."""
+    def awaits_answer(self) -> bool:
+        """Whether its client does: the whole request has come, and the answer is not complete."""
         cycle = self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
@@ -49,7 +50,8 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Reads some of a request, unless it is too much."""
-        self._num_bytes += len(data)
+        self._packet_bytes = len(data)
+        self._num_bytes += self._packet_bytes
         if self._num_bytes > MAX_BYTES:
             self.transport.abort()
         else:
@@ -57,9 +59,10 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begins to answer a request, or drops it."""
-        # From here on the bytes of the body count, or, after it, those of the next head.
-        self._num_bytes = 0
-        if self.is_answering:
+        # From here on the bytes of the body count, or, after it, those of the next head. What came
+        # with the end of the head may be all of the body's.
+        self._num_bytes = self._packet_bytes
+        if self.awaits_answer:
             # The request gets no cycle, so uvicorn never answers it; the one before it is the last.
             self.cycle.keep_alive = False
         else:
@@ -70,7 +73,7 @@ class Connection(HttpToolsProtocol):
         self._num_bytes += CHUNK_BYTES
         if self._num_bytes > MAX_BYTES:
             raise httptools.HttpParserError("too many chunks")  # ends its loop, with status 400
-        if not self.is_answering:
+        if not self.awaits_answer:
             super().on_body(body)
 
 
@@ -95,7 +98,7 @@ async def close_stuck(server: uvicorn.Server, seconds: float) -> None:
             # Bytes that the kernel has not taken: its own buffers for the client are full.
             num_unread = connection.transport.get_write_buffer_size()
             # One that waits for the engine, with all read, is left alone.
-            if num_unread or not connection.is_answering:
+            if num_unread or not connection.awaits_answer:
                 state = connection, connection.cycle, num_unread
                 since[state] = before.get(state, now)
                 if now - since[state] > seconds:

@@ -47,22 +47,27 @@ class Object(pydantic.BaseModel):
         """Returns what is given and not null; pydantic leaves out what is no field."""
         if not isinstance(values, dict):
             raise ValueError("must be an object")
-        fields = _names(cls)
+        fields = {*_names(cls)}
         present = {k: x for k, x in values.items() if x is not None and k not in cls.ignored}
         # These have no sentence: `_refusal` writes it, with the place of this object.
         for name in [name for name in present if name not in fields]:
             if name not in cls.neutral:
                 raise PydanticCustomError("unknown_parameter", "", {"name": name})
-            if present[name] not in cls.neutral[name]:
+            if not any(_is_same(present[name], neutral) for neutral in cls.neutral[name]):
                 only = either(map(json.dumps, cls.neutral[name]))
                 context = {"name": name, "rule": f"is supported as {only} only"}
                 raise PydanticCustomError("unsupported_parameter", "", context)
         return present
 
 
-def _names(kind: type[Object]) -> dict[str, None]:
+def _is_same(value: object, neutral: object) -> bool:
+    """Returns whether two values are one in JSON: 1 and 1.0 are, 1 and true are not."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _names(kind: type[Object]) -> list[str]:
     """Returns what the fields of an object are called in JSON."""
-    return {field.alias or name: None for name, field in kind.model_fields.items()}
+    return [field.alias or name for name, field in kind.model_fields.items()]
 
 
 def _stated(rule: str) -> WrapValidator:
@@ -429,9 +434,10 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> Ch
                     given.prompt_name,
                     code="context_length_exceeded",
                 )
-            # In threads, because a stream begins by decoding its prompt.
+            # In these threads, too: a stream begins by decoding its prompt.
             prompt_streams = [
-                await asyncio.to_thread(words.stream, token_ids) for _ in range(given.n)
+                await loop.run_in_executor(words.threads, words.stream, token_ids)
+                for _ in range(given.n)
             ]
         except (TypeError, ValueError) as error:
             raise ApiError(words.without_path(str(error)), given.prompt_name) from error
@@ -461,7 +467,7 @@ def _instead_of(name: str, kind: type[Given]) -> str:
     if name in _OTHER_NAMES:
         return f"; {_OTHER_NAMES[name]}"
     # The same name at another place: beside, within or around an object.
-    paths = list(_names(kind))
+    paths = _names(kind)
     for place, inner in _INNER.items():
         paths += [f"{place}.{field}" for field in _names(inner)]
     last = name.rpartition(".")[2]

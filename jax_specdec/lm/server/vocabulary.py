@@ -53,13 +53,13 @@ class Vocabulary:
         self._grammar_tokenizer, self._without_schemas = self._for_grammars()
 
     def encode(self, prompt: str | list[int]) -> list[int]:
-        """Returns the token ids of a prompt, which may be ids already.
+        """Returns the token ids of a prompt, which may be ids already, at least one.
 
         Raises:
           ValueError: an id is not of this vocabulary.
         """
         if isinstance(prompt, list):
-            if prompt and not 0 <= min(prompt) <= max(prompt) < self._size:
+            if not 0 <= min(prompt) <= max(prompt) < self._size:
                 raise ValueError(f"prompt must have token ids in [0, {self._size})")
             return prompt
         return self._text.encode(prompt)
