@@ -105,7 +105,7 @@ def test_tests_take_what_is_not_public_from_the_facades() -> None:
     assert {file: names for file, names in inside.items() if len(names) > FACADES[file]} == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_tests_of_a_gpu_are_collected_where_there_is_one_device() -> None:
     """As on a machine with one GPU: no file makes a mesh while it is imported."""
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", "tests"]

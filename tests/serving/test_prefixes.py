@@ -472,18 +472,24 @@ def indexed(length: int) -> dict[str, Any]:
     return {"k": np.zeros((room(length, 64), 3)), "end_index": np.int32(0)}
 
 
-ROUNDED: dict[str, Any] = {
-    **{
-        name: dataclasses.replace(TARGET.model, dtype=jax.numpy.dtype(name))
-        for name in ("bfloat16", "float16")
-    },
-    "devices": lm.models.TensorParallelLlama(
-        dataclasses.replace(TARGET.model, dtype=jax.numpy.dtype("bfloat16")),
-        jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]),
-        "x",
+def of_dtype(name: str) -> Any:
+    return dataclasses.replace(TARGET.model, dtype=jax.numpy.dtype(name))
+
+
+def on_two_devices() -> lm.models.TensorParallelLlama:
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    return lm.models.TensorParallelLlama(of_dtype("bfloat16"), mesh, "x")
+
+
+# Functions, since a machine with one device has no mesh while this file is imported.
+ROUNDED: dict[str, Callable[[], Any]] = {
+    "bfloat16": lambda: of_dtype("bfloat16"),
+    "float16": lambda: of_dtype("float16"),
+    "devices": on_two_devices,
+    "index": lambda: lm.models.foreign.OneIndexModel(6, print, indexed, index="end_index"),
+    "window": lambda: lm.models.foreign.OneIndexModel(
+        6, print, lambda n: np.zeros((min(n, 999), 3))
     ),
-    "index": lm.models.foreign.OneIndexModel(6, print, indexed, index="end_index"),
-    "window": lm.models.foreign.OneIndexModel(6, print, lambda n: np.zeros((min(n, 999), 3))),
 }
 ROOMS: dict[str, tuple[Callable[[int], tuple[int, ...]], bool]] = {
     "256": (lambda n: (room(n, 256),), True),
@@ -509,8 +515,10 @@ class Room(Trigram):
 @pytest.mark.parametrize("length", [40, 160])
 @pytest.mark.parametrize("name", [*ROUNDED, *ROOMS])
 def test_caches_that_are_rounded_up_are_reused_and_rings_are_not(name: str, length: int) -> None:
-    model, is_kept = ROUNDED.get(name), True
-    if model is None:
+    is_kept = True
+    if name in ROUNDED:
+        model = ROUNDED[name]()
+    else:
         model = type(name, (Room,), {"name": name})(6)
         is_kept = ROOMS[name][1] or (length == 40 and "ring" in name)
     how = dict(model=model, drafter=lm.NGramDrafter(), max_length=length, prefill_sizes=(32,))
