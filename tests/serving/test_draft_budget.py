@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import types
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from upper_floor import schedule
 
 from jax_specdec import lm
 
@@ -210,6 +212,36 @@ def test_beside_a_grammar_a_lookup_that_does_not_pay_drafts_nothing():
             assert learned == (cost < 2, cost < 2)
     assert texts[0] == texts[1] and texts[0][0] == constrained_truth([1, 4, 0, 1, 4], 12)
     assert proposed[0] > proposed[1] == 0
+
+
+def test_beside_a_grammar_a_choice_counts_only_drafts_that_requests_may_have():
+    """One step in which both requests may have two drafts, then one in which one may have none."""
+
+    class Device:
+        """Notes how many drafts there are to verify, and computes nothing."""
+
+        verified: list[int] = []
+
+        def draft(self, step: Any, num_drafts: int) -> np.ndarray:
+            return np.zeros((engine.num_slots, num_drafts), np.int32)
+
+        def state(self, requests: Any) -> Any:
+            return types.SimpleNamespace(store=None)
+
+        def verify(self, step: Any, drafts: Any, going_on: Any, num_drafts: int) -> None:
+            self.verified.append(num_drafts)
+
+    engine = dataclasses.replace(engines.LOOKUP, draft_budget=(0, 2))
+    costs = lm.StepCosts(engine.num_slots, (0, 2), (1.0, 1.4))
+    group = schedule.placeholders(2, 3, slot=0).group
+    with engines.driver_of(engine, step_costs=costs) as driver:
+        assert driver.draft_choice.may_be_narrow
+        device, driver._device = driver._device, Device()
+        driver.draft_choice.rates = [0.5, 0.5]  # 0.75 tokens more for each that may have drafts
+        for limits in ({0: 2, 1: 2}, {0: 2, 1: 0}):
+            driver._carry_out(schedule.Masked(group, limits))
+        driver._device = device
+    assert Device.verified == [2, 0]
 
 
 def test_a_draft_model_reads_all_that_a_step_with_more_drafts_may_have_emitted():

@@ -669,8 +669,7 @@ class EngineDriver:
             case Step(num_drafts=num_drafts):
                 # Chosen before anything is drafted, by the steps that were read.
                 if action.max_drafts and self.draft_choice is not None:
-                    self.draft_choice.max_drafts = action.max_drafts
-                    num_drafts = self.draft_choice.next()
+                    num_drafts = self.draft_choice.next_for(action.max_drafts)
                 self._device.step(action, num_drafts)
             case Masked():
                 self._dispatch_masked(action)
@@ -697,7 +696,9 @@ class EngineDriver:
             num_drafts = self.engine.config.num_speculative_tokens
         ids = self._device.draft(step, num_drafts)  # [S, num_drafts]
         choice = self.draft_choice
-        is_narrow = choice is not None and choice.may_be_narrow and choice.next() == 0
+        is_narrow = False
+        if choice is not None and choice.may_be_narrow:
+            is_narrow = choice.next_for([*step.max_drafts.values()]) == 0
         if is_narrow:
             ids = np.full_like(ids, PLACEHOLDER_TOKEN_ID)
             num_drafts = 0
