@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from upper_floor import schedule
+from upper_floor import programs, schedule, stopwatch
 
 from jax_specdec import lm
 
@@ -108,6 +108,30 @@ def test_nothing_is_compiled_after_warm_up():
             driver.submit([1 + i % 3, 2], max_new_tokens=9, temperature=i % 2)
         engines.run(driver)
     assert names == []
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_steps_that_are_measured_are_those_that_serve(
+    exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a stop-watch that computes nothing; an exact engine has no steps without options."""
+    engine = dataclasses.replace(engines.EXACT, request_options=True, exact=exact)
+    measured: list[bool] = []
+
+    def step(*_: Any, all_neutral: bool, **__: Any) -> tuple[None, None]:
+        measured.append(all_neutral)
+        return None, None
+
+    monkeypatch.setattr(programs, "init", lambda *_: None)
+    monkeypatch.setattr(programs, "step", step)
+    monkeypatch.setattr(stopwatch, "_occupied", lambda *_: None)
+    lm.measure_steps(engine, *engines.TABLES)
+    traffic = schedule.Traffic(slots=schedule.placeholders(2, 3, slot=0).group)
+    planned = schedule.plan(engine, schedule.Settings(max_prefills=0), traffic)
+    assert isinstance(planned, schedule.Step)
+    assert {*measured} == {planned.all_neutral} == {not exact}
+    rehearsed = schedule.rehearsal(engine, prompts_in_steps=False, grammars=False)
+    assert {x.all_neutral for x in rehearsed if isinstance(x, schedule.Step)} == {False, not exact}
 
 
 def test_an_engine_without_a_budget_counts_no_rates():

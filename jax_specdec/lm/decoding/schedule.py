@@ -301,9 +301,7 @@ def next_step(
     # Each choice below is a program that `rehearsal` compiles: one for each shape of prompts.
     if prompts.group:
         return Step(running, prompts, all_neutral=False, num_drafts=full_budget(engine))
-    all_neutral = engine.request_options and all(x.options.is_neutral for x in running.values())
-    # An exact engine has one program, whoever is beside a request.
-    all_neutral &= not engine.exact
+    all_neutral = has_neutral_steps(engine) and all(x.options.is_neutral for x in running.values())
     if not any(max_drafts.values()):
         # Nobody may have a draft. One program is enough for that, with all options and all slots,
         # unless a budget has the number 0, and so programs for each.
@@ -495,6 +493,12 @@ def common_prefix(one: Sequence[int], other: Sequence[int], most: int) -> int:
     return low
 
 
+def has_neutral_steps(engine: Engine) -> bool:
+    """Returns whether steps in which nobody asks for options have a program of their own."""
+    # An exact engine has one program, whoever is beside a request.
+    return engine.request_options and not engine.exact
+
+
 def full_budget(engine: Engine) -> int | None:
     """Returns, as a step's `num_drafts`, the most of a `draft_budget`; None, for all, without."""
     return None if engine.draft_budget is None else engine.draft_budget[-1]
@@ -529,10 +533,11 @@ def rehearsal(
         # The program that copies a slot; no other action has it.
         actions.append(Read(prompts[0]._replace(copies=[(nowhere, nowhere)]), left=0))
     # Steps without prompts: one for no drafts, then each number of a budget, for any options and,
-    # with `request_options`, for neutral ones. `dict.fromkeys` leaves out what is there twice, and
-    # keeps the order.
+    # where there are such steps, for neutral ones. `dict.fromkeys` leaves out what is there twice,
+    # and keeps the order.
     nothing = Prompts({}, (), 0, rest=None)
-    pairs = [*itertools.product({False, engine.request_options}, engine.draft_budget or (None,))]
+    neutral = {False, has_neutral_steps(engine)}
+    pairs = [*itertools.product(neutral, engine.draft_budget or (None,))]
     for all_neutral, num_drafts in dict.fromkeys(((False, 0), *pairs)):
         actions.append(Step({}, nothing, all_neutral, num_drafts))
     for (all_neutral, num_drafts), width in itertools.product(pairs, step_widths):
