@@ -654,6 +654,16 @@ def test_some_requests_are_replaced_along_the_axis_of_the_cache(axis, shape):
         np.testing.assert_array_equal(one, wanted)
 
 
+def test_a_slot_that_does_not_exist_changes_no_other() -> None:
+    """As in calls that warm up: it is read from the last slot, and nothing is written."""
+    cache = np.arange(1, 13).reshape(3, 4)  # [.., S, ..]
+    like, slots = np.zeros((3, 2), int), jnp.array([4, 1])
+    taken = protocol.take_cache(cache, like, slots, 1)
+    np.testing.assert_array_equal(taken, cache[:, [3, 1]])
+    after = protocol.put_cache(jnp.asarray(cache), -taken, slots, 1)
+    np.testing.assert_array_equal(after, cache * [1, -1, 1, 1])
+
+
 @pytest.mark.parametrize(
     ("axis", "shape"),
     [
