@@ -679,7 +679,7 @@ def _(right, self, *args, **named):
     "lm.decoding.core:Decoder.num_rows",
     "serving/test_exact.py",
 )
-def _(right, self):
+def _(right, self, platform):
     return self.num_drafts + 1
 
 

@@ -139,13 +139,21 @@ class Decoder:
         has_rows = self.exact or not isinstance(self.drafter, NoDrafter)
         return self.config.num_speculative_tokens if has_rows else 0
 
-    @property
-    def num_rows(self) -> int:
-        """S, the rows of a request in a pass over drafts: K + 1, or more if exact on a CPU."""
+    def num_rows(self, platform: Platform) -> int:
+        """Returns S, the rows of a request in a pass over drafts: K + 1, or more if exact on a CPU.
+
+        Args:
+          platform: that the program is compiled for.
+        """
         num_rows = self.num_drafts + 1
-        if self.exact and jax.default_backend() == "cpu":
+        if self.exact and platform == "cpu":
             return -(-num_rows // _CPU_ROWS) * _CPU_ROWS
         return num_rows
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a request in a pass over drafts, on any platform."""
+        return self.num_rows("cpu")
 
     @property
     def tree_depth(self) -> int:
@@ -461,28 +469,22 @@ class Decoder:
         tokens = jnp.concatenate([newest, jnp.maximum(ids, 0)], axis=1)
         # [R, n] -> depths [R, n+1] and masks [R, n+1, 2] of the nodes, node 0 the newest token
         tree = None if drafted.parents is None else TreeRows.of(drafted.parents)
-        num_rows = tokens.shape[1]
-        if self.exact:
-            # [R, K+1] -> [R, S]: rows that are not read. They write to the cache past the drafts,
-            # where the next pass writes before anything is seen.
-            tokens = jnp.pad(tokens, ((0, 0), (0, self.num_rows - num_rows)))
         groups = [Rows(tokens, start, drafted.slots, tree), *prompts]
         length = batch.token_ids.shape[1]
         # A pass may be narrow where nobody has drafts, but only for a batch of one, or with a draft
         # budget, whose widths depend on the load. Otherwise the last bits of float32 sums would
         # depend on a request's neighbours.
         is_free = tokens.shape[0] == 1 or state.draft_rates is not None
-        is_free = is_free and not self.exact
-        if self.drafter.serves.may_abstain and ids.size and is_free and not prompts:
+        arrays: Any
+        if self.exact:
+            arrays = params, groups, state.target_cache
+            outputs, cache = traced_for_platform(_run_exact, arrays, self, length)
+        elif self.drafter.serves.may_abstain and ids.size and is_free and not prompts:
             arrays = ids, params, groups[0], state.target_cache
             output, cache = traced_for_platform(_run_as_wide_as_needed, arrays, self, length)
             outputs = [output]
         else:
             outputs, cache = self.run(params, groups, state.target_cache, length)
-        if self.exact:
-            # [R, S, ...] -> [R, K+1, ...], outside of the pass: else XLA leaves rows out in it
-            whole = lax.optimization_barrier(outputs[0])
-            outputs[0] = jax.tree.map(lambda x: x[:, :num_rows], whole)
         return dataclasses.replace(state, target_cache=cache), outputs
 
     def accept(
@@ -684,6 +686,23 @@ def _run_as_wide_as_needed(
     has_drafts = jnp.any(ids[:, 0] >= 0)
     result: tuple[Output, Cache] = lax.cond(has_drafts, wide, narrow, cache)
     return result
+
+
+def _run_exact(
+    arrays: tuple[Params, Sequence[Rows], Cache], decoder: Decoder, length: int, platform: Platform
+) -> tuple[list[Output], Cache]:
+    """Returns what `Decoder.run` does, by a pass with the rows that exact texts need."""
+    params, (rows, *prompts), cache = arrays
+    num_rows = rows.token_ids.shape[1]
+    missing = decoder.num_rows(platform) - num_rows
+    # [R, K+1] -> [R, S]: rows that are not read. They write to the cache past the drafts, where the
+    # next pass writes before anything is seen.
+    padded = rows._replace(token_ids=jnp.pad(rows.token_ids, ((0, 0), (0, missing))))
+    outputs, cache = decoder.run(params, [padded, *prompts], cache, length)
+    # [R, S, ...] -> [R, K+1, ...], outside of the pass: else XLA leaves rows out in it
+    whole = lax.optimization_barrier(outputs[0])
+    outputs[0] = jax.tree.map(lambda x: x[:, :num_rows], whole)
+    return outputs, cache
 
 
 def features_of_last(

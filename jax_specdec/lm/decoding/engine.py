@@ -264,7 +264,7 @@ class Engine(Decoder):
     def buffer_length(self) -> int:
         """L, positions per slot; a step writes all rows of a pass past the last one it keeps."""
         # K + 1 also without drafts, as a `DraftContext` says of its L
-        num_rows = max(self.config.num_speculative_tokens + 1, self.num_rows)
+        num_rows = max(self.config.num_speculative_tokens + 1, self.most_rows)
         return round_up(max(self.max_length + num_rows, self.longest_read))
 
     @property

@@ -300,7 +300,7 @@ def _prepare(
             drafter = NoDrafter()  # nobody wants a draft
     decoder = Decoder(model, drafter, config, logprobs, exact=exact)
     batch, prompt_size, max_steps = make_batch(
-        token_lists, asked, vocab_size=model.vocab_size, key=key, slack=decoder.num_rows
+        token_lists, asked, vocab_size=model.vocab_size, key=key, slack=decoder.most_rows
     )
     params, draft_params, batch = on_all_devices((params, draft_params, batch), model)
     # Last, because it compiles a pass, of the very shape that the steps have.
