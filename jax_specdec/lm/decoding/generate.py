@@ -298,6 +298,9 @@ def _prepare(
         inputs.check_trees(model, drafter, config)
         if all(one.max_drafts == 0 for one in asked):
             drafter = NoDrafter()  # nobody wants a draft
+    if isinstance(drafter, NoDrafter):
+        # Nobody looks in predictions: a batch has the programs of one without.
+        asked = [dataclasses.replace(one, prediction=None) for one in asked]
     decoder = Decoder(model, drafter, config, logprobs, exact=exact)
     batch, prompt_size, max_steps = make_batch(
         token_lists, asked, vocab_size=model.vocab_size, key=key, slack=decoder.most_rows
