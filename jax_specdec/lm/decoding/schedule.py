@@ -447,9 +447,10 @@ def _find_place(
     # Fewer rows than anybody would begin with are no loss.
     others = rows[free[0]].num_rows if free[0] in rows else 0
     most_lost = max(others, _LEAST_REUSED - 1)
+    # Always so if `source` is the first of them: it has no more rows than it would lose.
     if source in free and rows[source].num_rows - start <= most_lost:
         return Place(source, start)
-    return Place(free[0], start, None if free[0] == source else source)
+    return Place(free[0], start, source)
 
 
 def _longest_prefix(
