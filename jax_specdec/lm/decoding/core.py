@@ -349,14 +349,12 @@ class Decoder:
             parents=parents[:, :wanted] if parents is not None and wanted else None,
             slots=slots,
         )
-        store = proposal.store
-        if store is not None:
-            # [R] -> [B]: rows that were drawn for drafts which are all dropped are not valid
-            store = store.evict(put_slots(jnp.zeros_like(state.batch.done), limits == 0, slots))
         return dataclasses.replace(
             state,
             draft_cache=draft_cache,
-            store=store,
+            # With rows of drafts that were left out, too: nothing reads those, and at the next
+            # step's position none is valid.
+            store=proposal.store,
             # The drafter has read them, and `committed` brings new ones. In a step of some slots it
             # puts those into their places, and the other slots keep theirs.
             features=None if slots is None else state.features,
@@ -539,8 +537,7 @@ class Decoder:
           state: whose drafts they are.
           drafts: from `proposals`.
           logits: ``[R, n+1, V]``, of each request's newest token and n drafts.
-          token_bitmask: ``[R*(n+1), ceil(V/32)]`` uint32, as for `Engine.verify`; None for all
-            tokens.
+          token_bitmask: ``[R*(n+1), ceil(V/32)]``, as for `Engine.verify`; None for all tokens.
         """
         batch = state.running
         context = batch.context(self.config)
