@@ -201,6 +201,9 @@ class Engine(Decoder):
     """
 
     drafts_in_first_step: ClassVar[bool] = False
+    """No step needs this: it is from when engines verified before they drafted. It stays because
+    sampled texts, which are others of the same law, and counts of acceptance depend on it. A request
+    of `generate`, which drafts at once, takes up to one step less."""
 
     _: dataclasses.KW_ONLY
     num_slots: int
@@ -238,22 +241,21 @@ class Engine(Decoder):
             object.__setattr__(self, "draft_budget", numbers)
         if self.prefill_sizes is not None:
             sizes = check_increasing("prefill_sizes", self.prefill_sizes, 1, longest)
-            # A longer prompt, or one that comes back with its tokens, is read in chunks.
-            if sizes[-1] < longest:
-                inputs.check_reads_chunks(self.drafter, "prefill_sizes[-1]", sizes[-1])
             object.__setattr__(self, "prefill_sizes", sizes)
+        check_type("exact", self.exact, bool)
+        # A longer prompt, or one that comes back with its tokens, is read in chunks.
+        if self.chunk_size < longest:
+            name = "chunk_size" if self.prefill_sizes is None else "prefill_sizes[-1]"
+            inputs.check_reads_chunks(self.drafter, name, self.chunk_size)
         check_type("prefix_caching", self.prefix_caching, bool)
         if self.prefix_caching:
             has_cache = self.drafter_has_cache
             length = self.buffer_length
             inputs.check_keeps_rows(self.model, self.drafter, length, has_cache=has_cache)
-        check_type("exact", self.exact, bool)
         if self.exact:
             check_exact(self.model, self.drafter, self.config)
             must = "be one size if exact"
             require(len(self.chunk_sizes) == 1, "prefill_sizes", must, self.prefill_sizes)
-            if self.chunk_size < longest:
-                inputs.check_reads_chunks(self.drafter, "prefill_sizes[-1]", self.chunk_size)
 
     @functools.cached_property
     def drafter_has_cache(self) -> bool:
@@ -679,9 +681,9 @@ class Engine(Decoder):
 
         Args:
           state: with drafts, from `draft`.
-          token_bitmask: ``[B*(n+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
-            `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`; of an
-            exact engine it is always K. B is the number of slots that `draft` got.
+          token_bitmask: ``[B*(n+1), ceil(V/32)]`` int32 or uint32, the tokens that each row may
+            emit, from `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`;
+            of an exact engine it is always K. B is the number of slots that `draft` got.
           is_forced: ``[B]`` bool, requests with drafts in `DecodeState.proposal` that are not
             from `draft`, as from `forced_drafts`. All their drafts are verified one-hot. This must
             not depend on what was drafted for a sampled request. None for no request.
