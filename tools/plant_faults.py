@@ -827,7 +827,7 @@ def _(right, self, params, draft_params, state, requests):
 
 @fault(
     "a chunk before the last has features of a token that was not read",
-    "lm.decoding.engine:features_of_last",
+    "lm.decoding.engine:features_before_last",
     "drafting/test_eagle3.py",
 )
 def _(right, features, lengths, start):

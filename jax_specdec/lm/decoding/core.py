@@ -220,10 +220,10 @@ class Decoder:
         rows = Rows(batch.token_ids[:, :prompt_size], zeros)
         ((_, features),), target = self.run(params, [rows], empty.target, length)
         # Every prompt ends in these rows, so no token follows them: any id will do.
-        following = None if features is None else zeros
-        draft = self.drafter.prefill(draft_params, rows, empty.draft, features, following)
+        next_token_ids = None if features is None else zeros
+        draft = self.drafter.prefill(draft_params, rows, empty.draft, features, next_token_ids)
         # [B, P, A*H] -> [B, 1, A*H]
-        last = None if features is None else features_of_last(features, batch.lengths, zeros)[0]
+        last = None if features is None else features_before_last(features, batch.lengths, zeros)[0]
         return self.state_of(draft_params, batch, Caches(target, draft, last))
 
     def run(
@@ -257,12 +257,12 @@ class Decoder:
           features: ``[R, P, A*H]``, of these tokens; None if the drafter reads none.
           next_token_ids: ``[R]`` int32, the token after these; any id after the last of a prompt.
         """
-        # A drafter pairs features with the next token: without the former it is not given these.
-        following = None if features is None else next_token_ids
         serves = self.drafter.serves
 
         def read(rows: Rows, cache: Cache) -> Cache:
-            return self.drafter.prefill(draft_params, rows, cache, features, following)
+            # A drafter pairs features with the next token: without the former it is not given this.
+            ids = None if features is None else next_token_ids
+            return self.drafter.prefill(draft_params, rows, cache, features, ids)
 
         # A drafter that serves slots finds them in the cache of all, which is changed in place.
         if serves.slots:
@@ -316,9 +316,11 @@ class Decoder:
         wanted = self.num_drafts if num_drafts is None else num_drafts
         has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)
         if not wanted and not has_memory:
-            # [R, 0]; of an exact decoder `_rows_of` makes it [R, K]
+            # [R, 0]; of an exact decoder `_drafts_of` makes it [R, K]
             ids = jnp.zeros((size, 0), jnp.int32)
-            drafted = Drafted(self._rows_of(batch, ids), jnp.zeros((size,), jnp.int32), None, slots)
+            drafted = Drafted(
+                self._drafts_of(batch, ids), jnp.zeros((size,), jnp.int32), None, slots
+            )
             return dataclasses.replace(state, proposal=drafted)
         # A drafter with a memory reads the newest tokens even where no draft is wanted. A config
         # has at least one draft, so it drafts one, which is cut off below.
@@ -344,7 +346,7 @@ class Decoder:
         ids = jnp.where(is_allowed, proposal.token_ids[:, :wanted], PLACEHOLDER_TOKEN_ID)
         parents = proposal.parents
         drafted = Drafted(
-            token_ids=self._rows_of(batch, ids),
+            token_ids=self._drafts_of(batch, ids),
             max_drafts=jnp.minimum(limits, wanted),
             parents=parents[:, :wanted] if parents is not None and wanted else None,
             slots=slots,
@@ -396,7 +398,7 @@ class Decoder:
         # K * R rows into K * B, of which the other slots keep theirs
         return proposal._replace(store=store.put(proposal.store, slots)), cache
 
-    def _rows_of(self, batch: Batch, ids: jax.Array) -> jax.Array:
+    def _drafts_of(self, batch: Batch, ids: jax.Array) -> jax.Array:
         """Returns drafts ``[R, n]``; ``[R, K]`` if all passes have as many rows.
 
         A text that is read again has its own next tokens as drafts. The target then says them
@@ -496,7 +498,7 @@ class Decoder:
         slots = state.slots
         # [B, ...] -> [R, ...]
         batch = state.running
-        # Known tokens are drafts that no drafter made: see `_rows_of`.
+        # Known tokens are drafts that no drafter made: see `_drafts_of`.
         repeats = batch.repeats
         is_forced = repeats if is_forced is None else is_forced | repeats
         drafts = self.proposals(state, is_forced)
@@ -702,7 +704,7 @@ def _run_exact(
     return outputs, cache
 
 
-def features_of_last(
+def features_before_last(
     features: jax.Array, lengths: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the features of the last token but one of R prompts, and how many there are.

@@ -33,7 +33,7 @@ from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
-from jax_specdec.lm.decoding.core import Decoder, features_of_last
+from jax_specdec.lm.decoding.core import Decoder, features_before_last
 from jax_specdec.lm.decoding.exact import check_exact, check_free_text
 from jax_specdec.lm.decoding.options import OptionSizes, RequestOptions
 from jax_specdec.lm.decoding.packing import BatchOptions
@@ -106,11 +106,6 @@ class NewRequests:
             start=jnp.asarray(self._or_zeros(self.start), jnp.int32),
             slots=jnp.asarray(self.slots, jnp.int32),
         )
-
-    @property
-    def following(self) -> jax.Array:
-        """``[R]`` int32, `next_token_ids`; zeros where they are None."""
-        return jnp.asarray(self._or_zeros(self.next_token_ids), jnp.int32)
 
     def _or_zeros(self, values: jax.Array | None) -> jax.Array:
         """Returns values ``[R]``; zeros if they are None."""
@@ -202,8 +197,8 @@ class Engine(Decoder):
 
     drafts_in_first_step: ClassVar[bool] = False
     """No step needs this: it is from when engines verified before they drafted. It stays because
-    sampled texts, which are others of the same law, and counts of acceptance depend on it. A request
-    of `generate`, which drafts at once, takes up to one step less."""
+    sampled texts, which are others of the same law, and counts of acceptance depend on it. In
+    `generate`, which drafts at once, a request takes up to one step less."""
 
     _: dataclasses.KW_ONLY
     num_slots: int
@@ -511,8 +506,8 @@ class Engine(Decoder):
         self._check_draft_cache(state)
         rows = requests.rows
         slots = jnp.asarray(requests.slots, jnp.int32)
-        following = requests.following
-        state = self.draft_prompts(draft_params, state, rows, features, following)
+        next_token_ids = jnp.asarray(requests._or_zeros(requests.next_token_ids), jnp.int32)
+        state = self.draft_prompts(draft_params, state, rows, features, next_token_ids)
         # [R]: the position after the last row, padding included; past the prompt if that ends here
         lengths = jnp.asarray(requests.lengths, jnp.int32)
         end = rows.start + rows.token_ids.shape[1]
@@ -526,7 +521,7 @@ class Engine(Decoder):
         # is written to it below is dropped.
         token_ids = state.batch.token_ids.at[slots].get(mode="clip")
         # [R, P] and [R] -> [R, P+1]
-        added = jnp.concatenate([rows.token_ids, following[:, None]], axis=1)
+        added = jnp.concatenate([rows.token_ids, next_token_ids[:, None]], axis=1)
         place = rows.start[:, None] + jnp.arange(added.shape[1], dtype=jnp.int32)[None, :]
         requests_axis = jnp.arange(token_ids.shape[0])[:, None]
         token_ids = token_ids.at[requests_axis, place].set(added)
@@ -552,7 +547,7 @@ class Engine(Decoder):
         new_features = None
         if features is not None:
             # [R, P, A*H] -> [R, 1, A*H] -> [R, D+1, A*H]
-            new_features = self.first_features(*features_of_last(features, lengths, rows.start))
+            new_features = self.first_features(*features_before_last(features, lengths, rows.start))
         # [R, ...] -> [S, ...], of every array of the batch and the features. A request that is
         # there twice, to fill the call, writes the same twice.
         batch, all_features = jax.tree.map(
