@@ -16,15 +16,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.base.arrays import check_array, check_type, require
 from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.base.tree import TreeRows
@@ -44,12 +41,12 @@ from jax_specdec.lm.decoding.state import (
     put_slots,
     take_slots,
 )
-from jax_specdec.lm.decoding.weights import put
 from jax_specdec.lm.drafting.drafter import (
     DraftContext,
     Drafter,
     NoDrafter,
     Proposal,
+    checked_proposal,
     with_fewer_drafts,
 )
 from jax_specdec.lm.models.protocol import (
@@ -64,8 +61,6 @@ from jax_specdec.lm.models.protocol import (
     run_in_slots,
     take_cache,
 )
-
-_Arrays = TypeVar("_Arrays")  # a pytree
 
 _CPU_ROWS = 4
 """Exact passes on CPUs have a multiple of so many rows. XLA lets LLVM contract a product and a sum
@@ -379,17 +374,19 @@ class Decoder:
         cache = state.draft_cache
         serves = self.drafter.serves
         if slots is None:
-            return _proposed(self.drafter, draft_params, context, cache, store)
+            return checked_proposal(self.drafter, draft_params, context, cache, store)
         # A drafter writes the rows of request b to slot b of a store: of K * R rows, not K * B.
         slots_store = None if store is None else store.empty(slots.shape[0])
         if serves.slots:
             context = dataclasses.replace(context, slots=slots)
-            proposal, cache = _proposed(self.drafter, draft_params, context, cache, slots_store)
+            proposal, cache = checked_proposal(
+                self.drafter, draft_params, context, cache, slots_store
+            )
         else:
             # The caches of R requests, out of that of B, and back
             like = jax.eval_shape(lambda: self.drafter.init_cache(*context.token_ids.shape))
             slots_cache = take_cache(cache, like, slots, serves.batch_axis)
-            proposal, slots_cache = _proposed(
+            proposal, slots_cache = checked_proposal(
                 self.drafter, draft_params, context, slots_cache, slots_store
             )
             cache = put_cache(cache, slots_cache, slots, serves.batch_axis)
@@ -781,75 +778,3 @@ def _of_all_slots(record: StepRecord, slots: jax.Array | None, num_slots: int) -
         token_ids=jnp.where(is_kept, full.token_ids, PLACEHOLDER_TOKEN_ID),
         logprobs=None if full.logprobs is None else full.logprobs.where(is_kept),
     )
-
-
-def _proposed(
-    drafter: Drafter,
-    draft_params: Params,
-    context: DraftContext,
-    cache: Cache,
-    store: DraftStore | None,
-) -> tuple[Proposal, Cache]:
-    """Returns what `drafter.propose` returns, checked.
-
-    Raises:
-      TypeError, ValueError: it breaks its contract.
-    """
-    # A drafter may be of anybody. All this is checked when a program is traced: shapes and dtypes
-    # are known then, and values are not.
-    returned: Any = drafter.propose(draft_params, context, cache, store)
-    name = f"{type(drafter).__name__}.propose"
-    is_pair = isinstance(returned, tuple) and len(returned) == 2
-    must = "be a Proposal and a cache"
-    require(is_pair, f"what {name} returns", must, returned, error=TypeError)
-    proposal, new_cache = returned
-    check_type(f"the proposal of {name}", proposal, Proposal)
-    sizes = {"B": context.lengths.shape[0], "K": context.config.num_speculative_tokens}
-    check_array(f"the token_ids of {name}", proposal.token_ids, "[B, K] int32", sizes)
-    is_tree = proposal.parents is not None
-    must = "be there if and only if it has a tree_depth"
-    wanted = drafter.serves.tree_depth > 0
-    require(is_tree == wanted, f"the parents of {name}", must, proposal.parents, error=TypeError)
-    if is_tree:
-        check_array(f"the parents of {name}", proposal.parents, "[B, K] int32", sizes)
-    # What the state carries keeps its structure, shapes and dtypes: a `while_loop` demands it, and
-    # buffers that are donated are used again.
-    pairs = ("store", store, proposal.store), ("cache", cache, new_cache)
-    for what, given, new in pairs:
-        given, new = (
-            jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
-            for tree in (given, new)
-        )
-        if jax.tree.flatten(given) != jax.tree.flatten(new):
-            raise ValueError(
-                f"{name} must return the {what} with the layout it was given, {given!r:.300}, but "
-                f"it returned {new!r:.300}"
-            )
-    return proposal, new_cache
-
-
-def on_all_devices(arrays: _Arrays, model: CausalModel) -> _Arrays:
-    """Returns arrays that had no place, copied to every device of the model's mesh.
-
-    Done once, not with every call. A step then finds its state where the last step left it, and is
-    compiled once.
-
-    Args:
-      arrays: a pytree.
-      model: the target; without a mesh, everything stays where it is.
-    """
-    sharding = model.serves.sharding
-    if sharding is None or sharding.mesh is None:
-        return arrays
-    everywhere = NamedSharding(sharding.mesh, P())
-
-    def copied(x: jax.Array) -> jax.Array:
-        if isinstance(x, jax.Array) and x.committed:
-            return x
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # device_put keeps keys to one process
-            data = jax.device_put(jax.random.key_data(x), everywhere)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return put(x, everywhere)
-
-    placed: _Arrays = jax.tree.map(copied, arrays)
-    return placed

@@ -25,7 +25,6 @@ from jax_specdec._src.logits.grammar import ForcedDrafts
 from jax_specdec.lm.decoding import programs
 from jax_specdec.lm.decoding.behind import Behind
 from jax_specdec.lm.decoding.bookkeeping import HostState, ServedRequest, StepAhead, StepResult
-from jax_specdec.lm.decoding.core import on_all_devices
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
 from jax_specdec.lm.decoding.schedule import (
@@ -37,7 +36,7 @@ from jax_specdec.lm.decoding.schedule import (
     Step,
 )
 from jax_specdec.lm.decoding.state import DecodeState, Drafted
-from jax_specdec.lm.decoding.weights import put_like
+from jax_specdec.lm.decoding.weights import on_all_devices, put_like
 
 Requests = Iterable[ServedRequest]
 

@@ -26,11 +26,12 @@ from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs
 from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
-from jax_specdec.lm.decoding.core import PLAIN, Decoder, on_all_devices
+from jax_specdec.lm.decoding.core import PLAIN, Decoder
 from jax_specdec.lm.decoding.exact import check_exact, check_free_text, check_rows
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.packing import BatchOptions
 from jax_specdec.lm.decoding.state import DecodeState
+from jax_specdec.lm.decoding.weights import on_all_devices
 from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter
 from jax_specdec.lm.models.protocol import CausalModel, Params, check_model, check_params
 

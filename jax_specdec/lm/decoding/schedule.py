@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from jax_specdec._src.base.arrays import check_increasing
 from jax_specdec.lm.decoding.bookkeeping import KeptRows, ServedRequest
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.options import RequestOptions
@@ -265,6 +266,27 @@ def default_widths(platform: str, num_slots: int) -> tuple[int, ...]:
     if num_slots < _FEWEST_SLOTS:
         return ()
     return tuple(n for n in STEP_WIDTHS.get(platform, ()) if 2 * n <= num_slots)
+
+
+def widths_of(engine: Engine, platform: str, given: Sequence[int] | None) -> tuple[int, ...]:
+    """Returns the `step_widths` of a driver.
+
+    Args:
+      platform: where steps run.
+      given: by whoever made the driver; None for those that pay.
+
+    Raises:
+      TypeError: they are no integers.
+      ValueError: they do not increase, or one is not below the number of slots.
+    """
+    if given is None:
+        widths = default_widths(platform, engine.num_slots)
+    elif isinstance(given, Sequence) and not given:
+        widths = ()
+    else:
+        widths = check_increasing("step_widths", given, 1, engine.num_slots - 1)
+    # Steps of an exact engine have all slots.
+    return () if engine.exact else widths
 
 
 def narrow_slots(

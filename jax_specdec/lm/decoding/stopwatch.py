@@ -17,11 +17,11 @@ import jax.numpy as jnp
 
 from jax_specdec._src.base.arrays import check_int
 from jax_specdec.lm.decoding import programs
-from jax_specdec.lm.decoding.core import on_all_devices
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.schedule import full_budget, has_neutral_steps, placeholders
 from jax_specdec.lm.decoding.state import DecodeState
 from jax_specdec.lm.decoding.step_costs import ChunkCosts, StepCosts
+from jax_specdec.lm.decoding.weights import on_all_devices
 from jax_specdec.lm.models.protocol import Params
 
 _LONGEST_TIMING = 0.1
