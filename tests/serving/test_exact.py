@@ -303,7 +303,7 @@ def fault_narrow(patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(Decoder, name, wrong)
 
-    without_exact("_with_rows")
+    without_exact("_drafts_of")
     without_exact("score")
 
 
