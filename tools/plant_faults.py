@@ -688,7 +688,7 @@ def _(right, self, *args, **named):
     "lm.decoding.core:Decoder.num_rows",
     "serving/test_exact.py",
 )
-def _(right, self):
+def _(right, self, platform):
     return self.num_drafts + 1
 
 
@@ -836,7 +836,7 @@ def _(right, self, params, draft_params, state, requests):
 
 @fault(
     "a chunk before the last has features of a token that was not read",
-    "lm.decoding.engine:features_of_last",
+    "lm.decoding.engine:features_before_last",
     "drafting/test_eagle3.py",
 )
 def _(right, features, lengths, start):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from serving import tiny
+from serving.engines import compilations
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -161,6 +162,18 @@ def test_no_text_depends_on_predictions_and_fewer_passes_make_it(name: str) -> N
     # All right: K drafts and one token more a pass. One wrong: that one, and a token to match.
     assert num_steps[0] == -(-NUM_TOKENS // (K + 1))
     assert num_steps[1] <= num_steps[0] + 2
+
+
+def test_without_a_drafter_predictions_change_no_program() -> None:
+    given = tiny.Trigram(VOCAB), jnp.asarray(TABLE), PROMPTS
+    texts = lm.generate_plain(*given, config=AGREEMENT, options=OPTIONS).completions
+    asked = [
+        dataclasses.replace(one, prediction=x)
+        for one, x in zip(OPTIONS, predictions(), strict=True)
+    ]
+    with compilations() as names:
+        assert lm.generate_plain(*given, config=AGREEMENT, options=asked).completions == texts
+    assert names == []
 
 
 def test_an_engine_drafts_from_predictions_also_after_a_preemption() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import types
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from upper_floor import programs, schedule, stopwatch
 
 from jax_specdec import lm
 
@@ -106,6 +108,30 @@ def test_nothing_is_compiled_after_warm_up():
             driver.submit([1 + i % 3, 2], max_new_tokens=9, temperature=i % 2)
         engines.run(driver)
     assert names == []
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_steps_that_are_measured_are_those_that_serve(
+    exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a stop-watch that computes nothing; an exact engine has no steps without options."""
+    engine = dataclasses.replace(engines.EXACT, request_options=True, exact=exact)
+    measured: list[bool] = []
+
+    def step(*_: Any, all_neutral: bool, **__: Any) -> tuple[None, None]:
+        measured.append(all_neutral)
+        return None, None
+
+    monkeypatch.setattr(programs, "init", lambda *_: None)
+    monkeypatch.setattr(programs, "step", step)
+    monkeypatch.setattr(stopwatch, "_occupied", lambda *_: None)
+    lm.measure_steps(engine, *engines.TABLES)
+    traffic = schedule.Traffic(slots=schedule.placeholders(2, 3, slot=0).group)
+    planned = schedule.plan(engine, schedule.Settings(max_prefills=0), traffic)
+    assert isinstance(planned, schedule.Step)
+    assert {*measured} == {planned.all_neutral} == {not exact}
+    rehearsed = schedule.rehearsal(engine, prompts_in_steps=False, grammars=False)
+    assert {x.all_neutral for x in rehearsed if isinstance(x, schedule.Step)} == {False, not exact}
 
 
 def test_an_engine_without_a_budget_counts_no_rates():
@@ -210,6 +236,36 @@ def test_beside_a_grammar_a_lookup_that_does_not_pay_drafts_nothing():
             assert learned == (cost < 2, cost < 2)
     assert texts[0] == texts[1] and texts[0][0] == constrained_truth([1, 4, 0, 1, 4], 12)
     assert proposed[0] > proposed[1] == 0
+
+
+def test_beside_a_grammar_a_choice_counts_only_drafts_that_requests_may_have():
+    """One step in which both requests may have two drafts, then one in which one may have none."""
+
+    class Device:
+        """Notes how many drafts there are to verify, and computes nothing."""
+
+        verified: list[int] = []
+
+        def draft(self, step: Any, num_drafts: int) -> np.ndarray:
+            return np.zeros((engine.num_slots, num_drafts), np.int32)
+
+        def state(self, requests: Any) -> Any:
+            return types.SimpleNamespace(store=None)
+
+        def verify(self, step: Any, drafts: Any, going_on: Any, num_drafts: int) -> None:
+            self.verified.append(num_drafts)
+
+    engine = dataclasses.replace(engines.LOOKUP, draft_budget=(0, 2))
+    costs = lm.StepCosts(engine.num_slots, (0, 2), (1.0, 1.4))
+    group = schedule.placeholders(2, 3, slot=0).group
+    with engines.driver_of(engine, step_costs=costs) as driver:
+        assert driver.draft_choice.may_be_narrow
+        device, driver._device = driver._device, Device()
+        driver.draft_choice.rates = [0.5, 0.5]  # 0.75 tokens more for each that may have drafts
+        for limits in ({0: 2, 1: 2}, {0: 2, 1: 0}):
+            driver._carry_out(schedule.Masked(group, limits))
+        driver._device = device
+    assert Device.verified == [2, 0]
 
 
 def test_a_draft_model_reads_all_that_a_step_with_more_drafts_may_have_emitted():

@@ -290,9 +290,7 @@ def test_a_request_that_has_emitted_nothing_comes_back_without_drafts() -> None:
     driver._admit_queued()
     assert driver.preempt(request_id)
     driver._admit_queued()
-    state = drafted(driver)
-    assert (state.proposal.token_ids == -1).all()
-    assert (state.store.positions == -1).all()
+    assert (drafted(driver).proposal.token_ids == -1).all()
 
 
 # Interrupts and failures
@@ -701,6 +699,12 @@ def test_a_drafter_that_cannot_read_pieces_is_refused_where_needed() -> None:
     )
     with pytest.raises(TypeError, match=message):
         lm.Engine(TABLE.model, tiny.Scripted(), TABLE.config, **sizes, prefill_sizes=(PIECE,))
+    # An exact engine has one size without being given any.
+    message = "prompts longer than chunk_size=128 are read in chunks, but Scripted does not"
+    with pytest.raises(TypeError, match=message):
+        lm.Engine(
+            TABLE.model, tiny.Scripted(), TABLE.config, num_slots=1, max_length=200, exact=True
+        )
 
 
 # Everything at once

@@ -149,6 +149,25 @@ def test_what_cannot_be_compiled_behind_is_a_warning() -> None:
     behind.close()
 
 
+def test_what_is_compiled_for_another_program_behind_has_the_places_of_its_arrays() -> None:
+    """As the second half of a step with grammars is: the first half's arrays are not there yet."""
+    behind: Any = driver_of(TABLE)._device.behind
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def twice(size: int, x: jax.Array) -> jax.Array:
+        return size * x
+
+    x = jax.device_put(np.ones(2, np.float32), jax.devices()[1])
+    assert behind.get("first", twice, 2, x) is None
+    behind.wait()
+    first = behind.get("first", twice, 2, x)
+    assert behind.get("second", twice, 2, first.returned) is None
+    behind.wait()
+    second = behind.get("second", twice, 2, first.returned)
+    behind.close()
+    assert second(2, first(2, x)).tolist() == [4, 4]
+
+
 @pytest.mark.long
 def test_a_request_among_others_gets_the_tokens_it_gets_alone():
     requests, found, cancelled, _ = serve(LLAMA, 60, seed=1, preempt=0.3)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ import jax_specdec as sd
 from jax_specdec import lm
 
 from .grammars import Follows
+from .tiny import Trigram
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("exact")]
 
@@ -111,6 +112,33 @@ def plain(num_slots: int = 2) -> list[Text]:
     return [
         text for i in range(len(PROMPTS)) for text in serve(engine, "n-grams", [i], max_drafts=0)
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Noting(Trigram):
+    """Notes how many rows its passes have; with a name, because what is equal is traced once."""
+
+    name: str
+    num_rows: ClassVar[list[int]] = []
+
+    def apply(self, params: Any, groups: Any, *args: Any) -> Any:
+        self.num_rows.extend(rows.token_ids.shape[1] for rows in groups)
+        return super().apply(params, groups, *args)
+
+
+@pytest.mark.parametrize(("platform", "num_rows"), [("cpu", 8), ("cuda", 5), ("tpu", 5)])
+def test_a_pass_has_the_rows_of_the_platform_that_its_program_is_for(
+    platform: str, num_rows: int
+) -> None:
+    """Whatever the default device is: on a CPU 8, a multiple of four, in place of K + 1 = 5."""
+    engine = engine_of("n-grams", model=Noting(128, platform))
+    params = jax.ShapeDtypeStruct((128, 128, 128), np.float32)
+    state = jax.eval_shape(engine.init_state, None, params)
+    Noting.num_rows.clear()
+    # Traced for the default device, and then for the platform, if that is another one.
+    jax.jit(engine.step).trace(params, None, state).lower(lowering_platforms=(platform,))
+    assert Noting.num_rows[-1] == num_rows
+    assert engine.buffer_length >= engine.max_length + num_rows
 
 
 def preempting(driver: lm.EngineDriver, step: int) -> None:
@@ -275,7 +303,7 @@ def fault_narrow(patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(Decoder, name, wrong)
 
-    without_exact("_with_rows")
+    without_exact("_drafts_of")
     without_exact("score")
 
 

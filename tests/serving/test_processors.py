@@ -277,6 +277,7 @@ def test_arrays_have_room_in_powers_of_2() -> None:
     assert given.bad_words.words.shape == (4, 4, 8)
     assert given.min_tokens.remaining.tolist() == [5, 2, 1, 0]
     assert given.penalties.counts.shape == (4, 0)  # counted on the device
+    assert OptionSizes.of(OPTIONS) == OptionSizes(2, 4, 8, prediction=0)  # nobody has one
     fixed = OptionSizes(3, 5, 6)
     asked = BatchOptions.create(OPTIONS, [2, 3, 3, 2], WIDE, keep_neutral=True, sizes=fixed)
     given = asked.processors

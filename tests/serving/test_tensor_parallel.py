@@ -16,6 +16,7 @@ import jax_specdec as sd
 from jax_specdec import lm
 
 from .engines import Finished, compilations, run
+from .grammars import Follows
 from .test_greedy import near
 
 VOCAB, K, SLOTS, NEW = 61, 3, 4, 24  # the last 3 of 8 * 8 ids are padding
@@ -108,6 +109,24 @@ def test_steps_of_some_slots_over_devices_serve_the_tokens_of_one() -> None:
     found, expected = serve(driver), served(on_one_device=True)[0]
     driver.close()
     assert [x.token_ids for x in found.values()] == [x.token_ids for x in expected.values()]
+
+
+@pytest.mark.slow
+def test_requests_with_grammars_over_devices_get_narrow_steps() -> None:
+    """Their second half is compiled for the places of what the first half returns."""
+    allowed = [range(6 * i, 6 * i + 6) for i in range(5)]
+    found = {}
+    for widths in ((), (1, 2)):
+        with driver_of(on_eight(), step_widths=widths) as driver:
+            for prompt in PROMPTS[:3]:
+                matcher = Follows(lambda text: allowed[len(text) % 5])
+                driver.submit(prompt, max_new_tokens=12, matcher=matcher)
+            found[widths] = [(x.token_ids, x.finish_reason) for x in run(driver).values()]
+            assert driver.serving_stats().num_failed_calls == 0
+    assert found[()] == found[1, 2]
+    for token_ids, reason in found[()]:
+        assert all(token in allowed[i % 5] for i, token in enumerate(token_ids))
+        assert (len(token_ids), reason) == (12, "length")
 
 
 @pytest.mark.long

@@ -270,11 +270,12 @@ def test_requests_with_grammars_beside_others() -> None:
     """Their drafts are chains, the first paths; the others' are trees in the same pass."""
     driver = engines.driver_of(WITH_GRAMMARS, engines.TABLES[0], Plans.random(5).params)
     driver.warm_up(grammars=True)
+    texts = plain().completions  # before compilations are counted: this may be its first call
     truths: dict[int, list[int]] = {}
     proposed = dict.fromkeys((True, False), 0)
     with engines.compilations() as compiled:
         for b, (prompt, asked) in enumerate(zip(PROMPTS, OPTIONS, strict=True)):
-            truths[driver.submit(prompt, asked)] = plain().completions[b]
+            truths[driver.submit(prompt, asked)] = texts[b]
             request_id = driver.submit(prompt, max_new_tokens=9, seed=b, matcher=Cycle())
             truths[request_id] = constrained_truth(prompt, 9)
         found = engines.run(driver)

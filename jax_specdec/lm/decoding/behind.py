@@ -159,11 +159,17 @@ class Behind:
 
 
 def shapes_of(arrays: Any) -> Shapes:
-    """Returns the shapes, dtypes and places of arrays, which may be deleted later."""
+    """Returns the shapes, dtypes and places of arrays, which may be deleted later.
+
+    Shapes that stand for arrays already, as `Compiled.returned`, stay as they are.
+    """
 
     # An array that was never put anywhere goes where the others of a call are: a place that was
     # said for it would be compiled for.
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        # What another program is to return: `Compiled.of` has said where it will be.
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x
         has_place = isinstance(x, jax.Array) and x.committed
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if has_place else None)
 

@@ -118,7 +118,7 @@ class ServedRequest(NamedTuple):
     options: RequestOptions
     matching: Matching | None = None
     timing: Timing = Timing()
-    num_read: int = 0  # tokens of its prompt read in chunks, at most, since a call of it failed
+    num_reread: int = 0  # the most tokens of its prompt that were read in chunks after a failure
     num_failures: int = 0  # failed calls in a row, without a new token or a further chunk
     replay: Replay | None = None  # None: read again, it generates nothing again
     num_rows: int = 0  # of `rows`
@@ -191,7 +191,7 @@ class ServedRequest(NamedTuple):
         timing = self.timing._replace(last_read=read)
         return request._replace(length=end, timing=timing, num_failures=0)
 
-    def left(self) -> ServedRequest:
+    def requeued(self) -> ServedRequest:
         """Returns the request after it has left its slot, to be read again from its tokens."""
         # All of its tokens are read again, as if they were its prompt.
         if self.replay is None:
@@ -319,7 +319,7 @@ class HostState(NamedTuple):
         """Returns the state after some left their slots, and are first in the queue, in order."""
         slots = dict(self.slots)
         left = {slot: slots.pop(slot) for slot in leaving}
-        first = [request.left() for request in left.values()]
+        first = [request.requeued() for request in left.values()]
         returning = (*first, *self.returning)
         # The slots are free, and keep their rows: who comes back soon begins with its own.
         return self._replace(slots=slots, returning=returning, kept=self._kept_after(left))
@@ -370,9 +370,9 @@ class HostState(NamedTuple):
         """Returns the state after a chunk was read: a further one is as good as a new token."""
         # Noted only while calls of it fail. What is read again after a failure is no progress.
         request = self.slots[slot]
-        if not request.num_failures or num_read <= request.num_read:
+        if not request.num_failures or num_read <= request.num_reread:
             return self
-        return self.with_new({slot: request._replace(num_read=num_read, num_failures=0)})
+        return self.with_new({slot: request._replace(num_reread=num_read, num_failures=0)})
 
     def after_step(
         self,

@@ -16,15 +16,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.base.arrays import check_array, check_type, require
 from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.base.tree import TreeRows
@@ -44,12 +41,12 @@ from jax_specdec.lm.decoding.state import (
     put_slots,
     take_slots,
 )
-from jax_specdec.lm.decoding.weights import put
 from jax_specdec.lm.drafting.drafter import (
     DraftContext,
     Drafter,
     NoDrafter,
     Proposal,
+    checked_proposal,
     with_fewer_drafts,
 )
 from jax_specdec.lm.models.protocol import (
@@ -64,8 +61,6 @@ from jax_specdec.lm.models.protocol import (
     run_in_slots,
     take_cache,
 )
-
-_Arrays = TypeVar("_Arrays")  # a pytree
 
 _CPU_ROWS = 4
 """Exact passes on CPUs have a multiple of so many rows. XLA lets LLVM contract a product and a sum
@@ -139,13 +134,21 @@ class Decoder:
         has_rows = self.exact or not isinstance(self.drafter, NoDrafter)
         return self.config.num_speculative_tokens if has_rows else 0
 
-    @property
-    def num_rows(self) -> int:
-        """S, the rows of a request in a pass over drafts: K + 1, or more if exact on a CPU."""
+    def num_rows(self, platform: Platform) -> int:
+        """Returns S, the rows of a request in a pass over drafts: K + 1, or more if exact on a CPU.
+
+        Args:
+          platform: that the program is compiled for.
+        """
         num_rows = self.num_drafts + 1
-        if self.exact and jax.default_backend() == "cpu":
+        if self.exact and platform == "cpu":
             return -(-num_rows // _CPU_ROWS) * _CPU_ROWS
         return num_rows
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a request in a pass over drafts, on any platform."""
+        return self.num_rows("cpu")
 
     @property
     def tree_depth(self) -> int:
@@ -212,10 +215,10 @@ class Decoder:
         rows = Rows(batch.token_ids[:, :prompt_size], zeros)
         ((_, features),), target = self.run(params, [rows], empty.target, length)
         # Every prompt ends in these rows, so no token follows them: any id will do.
-        following = None if features is None else zeros
-        draft = self.drafter.prefill(draft_params, rows, empty.draft, features, following)
+        next_token_ids = None if features is None else zeros
+        draft = self.drafter.prefill(draft_params, rows, empty.draft, features, next_token_ids)
         # [B, P, A*H] -> [B, 1, A*H]
-        last = None if features is None else features_of_last(features, batch.lengths, zeros)[0]
+        last = None if features is None else features_before_last(features, batch.lengths, zeros)[0]
         return self.state_of(draft_params, batch, Caches(target, draft, last))
 
     def run(
@@ -249,12 +252,12 @@ class Decoder:
           features: ``[R, P, A*H]``, of these tokens; None if the drafter reads none.
           next_token_ids: ``[R]`` int32, the token after these; any id after the last of a prompt.
         """
-        # A drafter pairs features with the next token: without the former it is not given these.
-        following = None if features is None else next_token_ids
         serves = self.drafter.serves
 
         def read(rows: Rows, cache: Cache) -> Cache:
-            return self.drafter.prefill(draft_params, rows, cache, features, following)
+            # A drafter pairs features with the next token: without the former it is not given this.
+            ids = None if features is None else next_token_ids
+            return self.drafter.prefill(draft_params, rows, cache, features, ids)
 
         # A drafter that serves slots finds them in the cache of all, which is changed in place.
         if serves.slots:
@@ -308,9 +311,11 @@ class Decoder:
         wanted = self.num_drafts if num_drafts is None else num_drafts
         has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)
         if not wanted and not has_memory:
-            # [R, 0]; of an exact decoder `_rows_of` makes it [R, K]
+            # [R, 0]; of an exact decoder `_drafts_of` makes it [R, K]
             ids = jnp.zeros((size, 0), jnp.int32)
-            drafted = Drafted(self._rows_of(batch, ids), jnp.zeros((size,), jnp.int32), None, slots)
+            drafted = Drafted(
+                self._drafts_of(batch, ids), jnp.zeros((size,), jnp.int32), None, slots
+            )
             return dataclasses.replace(state, proposal=drafted)
         # A drafter with a memory reads the newest tokens even where no draft is wanted. A config
         # has at least one draft, so it drafts one, which is cut off below.
@@ -336,19 +341,17 @@ class Decoder:
         ids = jnp.where(is_allowed, proposal.token_ids[:, :wanted], PLACEHOLDER_TOKEN_ID)
         parents = proposal.parents
         drafted = Drafted(
-            token_ids=self._rows_of(batch, ids),
+            token_ids=self._drafts_of(batch, ids),
             max_drafts=jnp.minimum(limits, wanted),
             parents=parents[:, :wanted] if parents is not None and wanted else None,
             slots=slots,
         )
-        store = proposal.store
-        if store is not None:
-            # [R] -> [B]: rows that were drawn for drafts which are all dropped are not valid
-            store = store.evict(put_slots(jnp.zeros_like(state.batch.done), limits == 0, slots))
         return dataclasses.replace(
             state,
             draft_cache=draft_cache,
-            store=store,
+            # With rows of drafts that were left out, too: nothing reads those, and at the next
+            # step's position none is valid.
+            store=proposal.store,
             # The drafter has read them, and `committed` brings new ones. In a step of some slots it
             # puts those into their places, and the other slots keep theirs.
             features=None if slots is None else state.features,
@@ -371,17 +374,19 @@ class Decoder:
         cache = state.draft_cache
         serves = self.drafter.serves
         if slots is None:
-            return _proposed(self.drafter, draft_params, context, cache, store)
+            return checked_proposal(self.drafter, draft_params, context, cache, store)
         # A drafter writes the rows of request b to slot b of a store: of K * R rows, not K * B.
         slots_store = None if store is None else store.empty(slots.shape[0])
         if serves.slots:
             context = dataclasses.replace(context, slots=slots)
-            proposal, cache = _proposed(self.drafter, draft_params, context, cache, slots_store)
+            proposal, cache = checked_proposal(
+                self.drafter, draft_params, context, cache, slots_store
+            )
         else:
             # The caches of R requests, out of that of B, and back
             like = jax.eval_shape(lambda: self.drafter.init_cache(*context.token_ids.shape))
             slots_cache = take_cache(cache, like, slots, serves.batch_axis)
-            proposal, slots_cache = _proposed(
+            proposal, slots_cache = checked_proposal(
                 self.drafter, draft_params, context, slots_cache, slots_store
             )
             cache = put_cache(cache, slots_cache, slots, serves.batch_axis)
@@ -390,7 +395,7 @@ class Decoder:
         # K * R rows into K * B, of which the other slots keep theirs
         return proposal._replace(store=store.put(proposal.store, slots)), cache
 
-    def _rows_of(self, batch: Batch, ids: jax.Array) -> jax.Array:
+    def _drafts_of(self, batch: Batch, ids: jax.Array) -> jax.Array:
         """Returns drafts ``[R, n]``; ``[R, K]`` if all passes have as many rows.
 
         A text that is read again has its own next tokens as drafts. The target then says them
@@ -461,28 +466,22 @@ class Decoder:
         tokens = jnp.concatenate([newest, jnp.maximum(ids, 0)], axis=1)
         # [R, n] -> depths [R, n+1] and masks [R, n+1, 2] of the nodes, node 0 the newest token
         tree = None if drafted.parents is None else TreeRows.of(drafted.parents)
-        num_rows = tokens.shape[1]
-        if self.exact:
-            # [R, K+1] -> [R, S]: rows that are not read. They write to the cache past the drafts,
-            # where the next pass writes before anything is seen.
-            tokens = jnp.pad(tokens, ((0, 0), (0, self.num_rows - num_rows)))
         groups = [Rows(tokens, start, drafted.slots, tree), *prompts]
         length = batch.token_ids.shape[1]
         # A pass may be narrow where nobody has drafts, but only for a batch of one, or with a draft
         # budget, whose widths depend on the load. Otherwise the last bits of float32 sums would
         # depend on a request's neighbours.
         is_free = tokens.shape[0] == 1 or state.draft_rates is not None
-        is_free = is_free and not self.exact
-        if self.drafter.serves.may_abstain and ids.size and is_free and not prompts:
+        arrays: Any
+        if self.exact:
+            arrays = params, groups, state.target_cache
+            outputs, cache = traced_for_platform(_run_exact, arrays, self, length)
+        elif self.drafter.serves.may_abstain and ids.size and is_free and not prompts:
             arrays = ids, params, groups[0], state.target_cache
             output, cache = traced_for_platform(_run_as_wide_as_needed, arrays, self, length)
             outputs = [output]
         else:
             outputs, cache = self.run(params, groups, state.target_cache, length)
-        if self.exact:
-            # [R, S, ...] -> [R, K+1, ...], outside of the pass: else XLA leaves rows out in it
-            whole = lax.optimization_barrier(outputs[0])
-            outputs[0] = jax.tree.map(lambda x: x[:, :num_rows], whole)
         return dataclasses.replace(state, target_cache=cache), outputs
 
     def accept(
@@ -496,7 +495,7 @@ class Decoder:
         slots = state.slots
         # [B, ...] -> [R, ...]
         batch = state.running
-        # Known tokens are drafts that no drafter made: see `_rows_of`.
+        # Known tokens are drafts that no drafter made: see `_drafts_of`.
         repeats = batch.repeats
         is_forced = repeats if is_forced is None else is_forced | repeats
         drafts = self.proposals(state, is_forced)
@@ -537,8 +536,7 @@ class Decoder:
           state: whose drafts they are.
           drafts: from `proposals`.
           logits: ``[R, n+1, V]``, of each request's newest token and n drafts.
-          token_bitmask: ``[R*(n+1), ceil(V/32)]`` uint32, as for `Engine.verify`; None for all
-            tokens.
+          token_bitmask: ``[R*(n+1), ceil(V/32)]``, as for `Engine.verify`; None for all tokens.
         """
         batch = state.running
         context = batch.context(self.config)
@@ -686,7 +684,24 @@ def _run_as_wide_as_needed(
     return result
 
 
-def features_of_last(
+def _run_exact(
+    arrays: tuple[Params, Sequence[Rows], Cache], decoder: Decoder, length: int, platform: Platform
+) -> tuple[list[Output], Cache]:
+    """Returns what `Decoder.run` does, by a pass with the rows that exact texts need."""
+    params, (rows, *prompts), cache = arrays
+    num_rows = rows.token_ids.shape[1]
+    missing = decoder.num_rows(platform) - num_rows
+    # [R, K+1] -> [R, S]: rows that are not read. They write to the cache past the drafts, where the
+    # next pass writes before anything is seen.
+    padded = rows._replace(token_ids=jnp.pad(rows.token_ids, ((0, 0), (0, missing))))
+    outputs, cache = decoder.run(params, [padded, *prompts], cache, length)
+    # [R, S, ...] -> [R, K+1, ...], outside of the pass: else XLA leaves rows out in it
+    whole = lax.optimization_barrier(outputs[0])
+    outputs[0] = jax.tree.map(lambda x: x[:, :num_rows], whole)
+    return outputs, cache
+
+
+def features_before_last(
     features: jax.Array, lengths: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the features of the last token but one of R prompts, and how many there are.
@@ -763,75 +778,3 @@ def _of_all_slots(record: StepRecord, slots: jax.Array | None, num_slots: int) -
         token_ids=jnp.where(is_kept, full.token_ids, PLACEHOLDER_TOKEN_ID),
         logprobs=None if full.logprobs is None else full.logprobs.where(is_kept),
     )
-
-
-def _proposed(
-    drafter: Drafter,
-    draft_params: Params,
-    context: DraftContext,
-    cache: Cache,
-    store: DraftStore | None,
-) -> tuple[Proposal, Cache]:
-    """Returns what `drafter.propose` returns, checked.
-
-    Raises:
-      TypeError, ValueError: it breaks its contract.
-    """
-    # A drafter may be of anybody. All this is checked when a program is traced: shapes and dtypes
-    # are known then, and values are not.
-    returned: Any = drafter.propose(draft_params, context, cache, store)
-    name = f"{type(drafter).__name__}.propose"
-    is_pair = isinstance(returned, tuple) and len(returned) == 2
-    must = "be a Proposal and a cache"
-    require(is_pair, f"what {name} returns", must, returned, error=TypeError)
-    proposal, new_cache = returned
-    check_type(f"the proposal of {name}", proposal, Proposal)
-    sizes = {"B": context.lengths.shape[0], "K": context.config.num_speculative_tokens}
-    check_array(f"the token_ids of {name}", proposal.token_ids, "[B, K] int32", sizes)
-    is_tree = proposal.parents is not None
-    must = "be there if and only if it has a tree_depth"
-    wanted = drafter.serves.tree_depth > 0
-    require(is_tree == wanted, f"the parents of {name}", must, proposal.parents, error=TypeError)
-    if is_tree:
-        check_array(f"the parents of {name}", proposal.parents, "[B, K] int32", sizes)
-    # What the state carries keeps its structure, shapes and dtypes: a `while_loop` demands it, and
-    # buffers that are donated are used again.
-    pairs = ("store", store, proposal.store), ("cache", cache, new_cache)
-    for what, given, new in pairs:
-        given, new = (
-            jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
-            for tree in (given, new)
-        )
-        if jax.tree.flatten(given) != jax.tree.flatten(new):
-            raise ValueError(
-                f"{name} must return the {what} with the layout it was given, {given!r:.300}, but "
-                f"it returned {new!r:.300}"
-            )
-    return proposal, new_cache
-
-
-def on_all_devices(arrays: _Arrays, model: CausalModel) -> _Arrays:
-    """Returns arrays that had no place, copied to every device of the model's mesh.
-
-    Done once, not with every call. A step then finds its state where the last step left it, and is
-    compiled once.
-
-    Args:
-      arrays: a pytree.
-      model: the target; without a mesh, everything stays where it is.
-    """
-    sharding = model.serves.sharding
-    if sharding is None or sharding.mesh is None:
-        return arrays
-    everywhere = NamedSharding(sharding.mesh, P())
-
-    def copied(x: jax.Array) -> jax.Array:
-        if isinstance(x, jax.Array) and x.committed:
-            return x
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # device_put keeps keys to one process
-            data = jax.device_put(jax.random.key_data(x), everywhere)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return put(x, everywhere)
-
-    placed: _Arrays = jax.tree.map(copied, arrays)
-    return placed

@@ -25,7 +25,6 @@ from jax_specdec._src.logits.grammar import ForcedDrafts
 from jax_specdec.lm.decoding import programs
 from jax_specdec.lm.decoding.behind import Behind
 from jax_specdec.lm.decoding.bookkeeping import HostState, ServedRequest, StepAhead, StepResult
-from jax_specdec.lm.decoding.core import on_all_devices
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
 from jax_specdec.lm.decoding.schedule import (
@@ -37,7 +36,7 @@ from jax_specdec.lm.decoding.schedule import (
     Step,
 )
 from jax_specdec.lm.decoding.state import DecodeState, Drafted
-from jax_specdec.lm.decoding.weights import put_like
+from jax_specdec.lm.decoding.weights import on_all_devices, put_like
 
 Requests = Iterable[ServedRequest]
 
@@ -97,7 +96,7 @@ class DeviceState:
     def _take(self, host: HostState) -> None:
         self.weights = host.weights
         # What a new state begins with: acceptance is counted on from the last step that was read.
-        self._kept = dict(counters=host.counters, draft_rates=host.draft_rates)
+        self._counts = dict(counters=host.counters, draft_rates=host.draft_rates)
 
     def go_on(self, host: HostState) -> None:
         """Goes on with the caches that there are, under the weights and counts of `host`."""
@@ -106,16 +105,15 @@ class DeviceState:
             return
         # In arrays of their own, for a step donates its state, and `host` must keep those it has;
         # and placed as those before, so that nothing is compiled for other places.
-        held = {name: getattr(self._state, name) for name in self._kept}
-        counts = jax.tree.map(put_like, jax.device_get(self._kept), held)
+        held = {name: getattr(self._state, name) for name in self._counts}
+        counts = jax.tree.map(put_like, jax.device_get(self._counts), held)
         self._state = dataclasses.replace(self._state, **counts)
 
     def state(self, requests: Requests) -> DecodeState:
         """Returns the state, of empty slots if it was dropped."""
         if self._state is None:
-            # The program copies what is kept: the state's counters are donated, those of the host
-            # not.
-            state = self._call(requests, programs.init, *self.weights, **self._kept)
+            # The program copies the counts: those of the state are donated, those of the host not.
+            state = self._call(requests, programs.init, *self.weights, **self._counts)
             self._state = on_all_devices(state, self._engine.model)
         return self._state
 

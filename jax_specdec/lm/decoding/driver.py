@@ -23,13 +23,7 @@ from typing import Self, Unpack
 import jax
 import numpy as np
 
-from jax_specdec._src.base.arrays import (
-    check_choice,
-    check_increasing,
-    check_int,
-    check_type,
-    require,
-)
+from jax_specdec._src.base.arrays import check_choice, check_int, check_type, require
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.logits.grammar import check_matchers
@@ -44,7 +38,6 @@ from jax_specdec.lm.decoding.bookkeeping import (
     ServedRequest,
     Timing,
 )
-from jax_specdec.lm.decoding.core import on_all_devices
 from jax_specdec.lm.decoding.device import DeviceState
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
@@ -55,7 +48,14 @@ from jax_specdec.lm.decoding.schedule import Action, Masked, Read, Step, Traffic
 from jax_specdec.lm.decoding.state import DecodeState
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
 from jax_specdec.lm.decoding.warm_up import WarmUp
-from jax_specdec.lm.decoding.weights import Weights, check_are_there, check_replaces, put, replaced
+from jax_specdec.lm.decoding.weights import (
+    Weights,
+    check_are_there,
+    check_replaces,
+    on_all_devices,
+    put,
+    replaced,
+)
 from jax_specdec.lm.models.protocol import Params, check_params
 
 _PAUSE = 0.02
@@ -211,14 +211,7 @@ class EngineDriver:
             and engine.drafter.serves.chunks
         )
         self.max_retries = check_int("max_retries", max_retries, 0)
-        self.step_widths = schedule.default_widths(jax.default_backend(), engine.num_slots)
-        if step_widths is not None:
-            widest = engine.num_slots - 1
-            is_empty = isinstance(step_widths, Sequence) and not step_widths
-            widths = () if is_empty else check_increasing("step_widths", step_widths, 1, widest)
-            self.step_widths = widths
-        if engine.exact:
-            self.step_widths = ()
+        self.step_widths = schedule.widths_of(engine, jax.default_backend(), step_widths)
         counters, draft_rates = self._new_counts()
         self.draft_choice = DraftChoice.of(
             engine.num_slots, engine.draft_budget, step_costs, draft_rates
@@ -677,8 +670,7 @@ class EngineDriver:
             case Step(num_drafts=num_drafts):
                 # Chosen before anything is drafted, by the steps that were read.
                 if action.max_drafts and self.draft_choice is not None:
-                    self.draft_choice.max_drafts = action.max_drafts
-                    num_drafts = self.draft_choice.next()
+                    num_drafts = self.draft_choice.next_for(action.max_drafts)
                 self._device.step(action, num_drafts)
             case Masked():
                 self._dispatch_masked(action)
@@ -705,7 +697,9 @@ class EngineDriver:
             num_drafts = self.engine.config.num_speculative_tokens
         ids = self._device.draft(step, num_drafts)  # [S, num_drafts]
         choice = self.draft_choice
-        is_narrow = choice is not None and choice.may_be_narrow and choice.next() == 0
+        is_narrow = False
+        if choice is not None and choice.may_be_narrow:
+            is_narrow = choice.next_for([*step.max_drafts.values()]) == 0
         if is_narrow:
             ids = np.full_like(ids, PLACEHOLDER_TOKEN_ID)
             num_drafts = 0

@@ -33,7 +33,7 @@ from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
-from jax_specdec.lm.decoding.core import Decoder, features_of_last
+from jax_specdec.lm.decoding.core import Decoder, features_before_last
 from jax_specdec.lm.decoding.exact import check_exact, check_free_text
 from jax_specdec.lm.decoding.options import OptionSizes, RequestOptions
 from jax_specdec.lm.decoding.packing import BatchOptions
@@ -106,11 +106,6 @@ class NewRequests:
             start=jnp.asarray(self._or_zeros(self.start), jnp.int32),
             slots=jnp.asarray(self.slots, jnp.int32),
         )
-
-    @property
-    def following(self) -> jax.Array:
-        """``[R]`` int32, `next_token_ids`; zeros where they are None."""
-        return jnp.asarray(self._or_zeros(self.next_token_ids), jnp.int32)
 
     def _or_zeros(self, values: jax.Array | None) -> jax.Array:
         """Returns values ``[R]``; zeros if they are None."""
@@ -201,6 +196,9 @@ class Engine(Decoder):
     """
 
     drafts_in_first_step: ClassVar[bool] = False
+    """No step needs this: it is from when engines verified before they drafted. It stays because
+    sampled texts, which are others of the same law, and counts of acceptance depend on it. In
+    `generate`, which drafts at once, a request takes up to one step less."""
 
     _: dataclasses.KW_ONLY
     num_slots: int
@@ -238,22 +236,21 @@ class Engine(Decoder):
             object.__setattr__(self, "draft_budget", numbers)
         if self.prefill_sizes is not None:
             sizes = check_increasing("prefill_sizes", self.prefill_sizes, 1, longest)
-            # A longer prompt, or one that comes back with its tokens, is read in chunks.
-            if sizes[-1] < longest:
-                inputs.check_reads_chunks(self.drafter, "prefill_sizes[-1]", sizes[-1])
             object.__setattr__(self, "prefill_sizes", sizes)
+        check_type("exact", self.exact, bool)
+        # A longer prompt, or one that comes back with its tokens, is read in chunks.
+        if self.chunk_size < longest:
+            name = "chunk_size" if self.prefill_sizes is None else "prefill_sizes[-1]"
+            inputs.check_reads_chunks(self.drafter, name, self.chunk_size)
         check_type("prefix_caching", self.prefix_caching, bool)
         if self.prefix_caching:
             has_cache = self.drafter_has_cache
             length = self.buffer_length
             inputs.check_keeps_rows(self.model, self.drafter, length, has_cache=has_cache)
-        check_type("exact", self.exact, bool)
         if self.exact:
             check_exact(self.model, self.drafter, self.config)
             must = "be one size if exact"
             require(len(self.chunk_sizes) == 1, "prefill_sizes", must, self.prefill_sizes)
-            if self.chunk_size < longest:
-                inputs.check_reads_chunks(self.drafter, "prefill_sizes[-1]", self.chunk_size)
 
     @functools.cached_property
     def drafter_has_cache(self) -> bool:
@@ -265,7 +262,7 @@ class Engine(Decoder):
         """L, positions per slot; a step writes all rows of a pass past the last one it keeps."""
         # K + 1 also without drafts, as a `DraftContext` says of its L. Drafters rely on it: they
         # write a row for each token that a step may have kept.
-        num_rows = max(self.config.num_speculative_tokens + 1, self.num_rows)
+        num_rows = max(self.config.num_speculative_tokens + 1, self.most_rows)
         return round_up(max(self.max_length + num_rows, self.longest_read))
 
     @property
@@ -510,8 +507,8 @@ class Engine(Decoder):
         self._check_draft_cache(state)
         rows = requests.rows
         slots = jnp.asarray(requests.slots, jnp.int32)
-        following = requests.following
-        state = self.draft_prompts(draft_params, state, rows, features, following)
+        next_token_ids = jnp.asarray(requests._or_zeros(requests.next_token_ids), jnp.int32)
+        state = self.draft_prompts(draft_params, state, rows, features, next_token_ids)
         # [R]: the position after the last row, padding included; past the prompt if that ends here
         lengths = jnp.asarray(requests.lengths, jnp.int32)
         end = rows.start + rows.token_ids.shape[1]
@@ -525,7 +522,7 @@ class Engine(Decoder):
         # is written to it below is dropped.
         token_ids = state.batch.token_ids.at[slots].get(mode="clip")
         # [R, P] and [R] -> [R, P+1]
-        added = jnp.concatenate([rows.token_ids, following[:, None]], axis=1)
+        added = jnp.concatenate([rows.token_ids, next_token_ids[:, None]], axis=1)
         place = rows.start[:, None] + jnp.arange(added.shape[1], dtype=jnp.int32)[None, :]
         requests_axis = jnp.arange(token_ids.shape[0])[:, None]
         token_ids = token_ids.at[requests_axis, place].set(added)
@@ -551,7 +548,7 @@ class Engine(Decoder):
         new_features = None
         if features is not None:
             # [R, P, A*H] -> [R, 1, A*H] -> [R, D+1, A*H]
-            new_features = self.first_features(*features_of_last(features, lengths, rows.start))
+            new_features = self.first_features(*features_before_last(features, lengths, rows.start))
         # [R, ...] -> [S, ...], of every array of the batch and the features. A request that is
         # there twice, to fill the call, writes the same twice.
         batch, all_features = jax.tree.map(
@@ -680,9 +677,9 @@ class Engine(Decoder):
 
         Args:
           state: with drafts, from `draft`.
-          token_bitmask: ``[B*(n+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
-            `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`; of an
-            exact engine it is always K. B is the number of slots that `draft` got.
+          token_bitmask: ``[B*(n+1), ceil(V/32)]`` int32 or uint32, the tokens that each row may
+            emit, from `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`;
+            of an exact engine it is always K. B is the number of slots that `draft` got.
           is_forced: ``[B]`` bool, requests with drafts in `DecodeState.proposal` that are not
             from `draft`, as from `forced_drafts`. All their drafts are verified one-hot. This must
             not depend on what was drafted for a sampled request. None for no request.

@@ -8,13 +8,16 @@ says what is promised.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.base.arrays import require
 from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.testing.row_dependence import RowDependence, row_dependence
 from jax_specdec.lm.decoding.core import Decoder
 from jax_specdec.lm.decoding.options import RequestOptions
@@ -60,6 +63,18 @@ _found: dict[Hashable, RowDependence | None] = {}
 """What passes of this process were found to depend on, by all that their programs depend on."""
 
 
+@functools.partial(jax.jit, static_argnums=1, keep_unused=True)
+def _num_rows(params: Params, decoder: Decoder) -> jax.Array:
+    """Returns the rows of a pass over drafts, ``[]`` int32, where its weights are."""
+    # A program runs where its arguments are, and alone knows on which platform that is.
+    return cast(jax.Array, traced_for_platform(_rows_on, (), decoder))
+
+
+def _rows_on(arrays: tuple[()], decoder: Decoder, platform: Platform) -> jax.Array:
+    del arrays
+    return jnp.int32(decoder.num_rows(platform))
+
+
 def check_rows(decoder: Decoder, params: Params, num_requests: int, length: int) -> None:
     """Checks that the target's pass over drafts gives a token the same bits in every row.
 
@@ -78,7 +93,7 @@ def check_rows(decoder: Decoder, params: Params, num_requests: int, length: int)
     # alone whose features it reads. Of weights, shapes, dtypes and places count, not their values.
     leaves, structure = jax.tree.flatten(params)
     kinds = tuple((jnp.shape(x), jnp.result_type(x), getattr(x, "sharding", None)) for x in leaves)
-    sizes = num_requests, decoder.num_rows, length
+    sizes = num_requests, decoder.num_drafts, length
     program = model, decoder.drafter.serves.aux_hidden_state_layers, sizes, structure, kinds
     if program not in _found:
         # The pass that steps make, so that its rounding is what is looked at: S rows of B requests
@@ -94,7 +109,7 @@ def check_rows(decoder: Decoder, params: Params, num_requests: int, length: int)
             model.init_cache,
             vocab_size=model.vocab_size,
             num_requests=num_requests,
-            num_rows=decoder.num_rows,
+            num_rows=int(_num_rows(params, decoder)),
             max_length=length,
             batch_axis=model.serves.batch_axis,
         )

@@ -26,11 +26,12 @@ from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs
 from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
-from jax_specdec.lm.decoding.core import PLAIN, Decoder, on_all_devices
+from jax_specdec.lm.decoding.core import PLAIN, Decoder
 from jax_specdec.lm.decoding.exact import check_exact, check_free_text, check_rows
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.packing import BatchOptions
 from jax_specdec.lm.decoding.state import DecodeState
+from jax_specdec.lm.decoding.weights import on_all_devices
 from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter
 from jax_specdec.lm.models.protocol import CausalModel, Params, check_model, check_params
 
@@ -298,9 +299,12 @@ def _prepare(
         inputs.check_trees(model, drafter, config)
         if all(one.max_drafts == 0 for one in asked):
             drafter = NoDrafter()  # nobody wants a draft
+    if isinstance(drafter, NoDrafter):
+        # Nobody looks in predictions: a batch has the programs of one without.
+        asked = [dataclasses.replace(one, prediction=None) for one in asked]
     decoder = Decoder(model, drafter, config, logprobs, exact=exact)
     batch, prompt_size, max_steps = make_batch(
-        token_lists, asked, vocab_size=model.vocab_size, key=key, slack=decoder.num_rows
+        token_lists, asked, vocab_size=model.vocab_size, key=key, slack=decoder.most_rows
     )
     params, draft_params, batch = on_all_devices((params, draft_params, batch), model)
     # Last, because it compiles a pass, of the very shape that the steps have.

@@ -435,8 +435,11 @@ class OptionSizes:
         entries = [("", RequestOptions()), *named_entries("options", options)]
         needed = [_sizes(*entry) for entry in entries]
         largest = {name: max(sizes[name] for sizes in needed) for name in needed[0]}
-        # the least power of 2 that is at least n, and at least 1
-        return cls(**{name: 1 << max(0, n - 1).bit_length() for name, n in largest.items()})
+        # The least power of 2 that is at least n, and at least 1
+        sizes = {name: 1 << max(0, n - 1).bit_length() for name, n in largest.items()}
+        if not largest["prediction"]:
+            sizes["prediction"] = 0
+        return cls(**sizes)
 
     def check(self, options: RequestOptions) -> None:
         """Checks that a request's options fit.

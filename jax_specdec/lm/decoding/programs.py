@@ -179,9 +179,9 @@ def copy(engine: Engine, state: DecodeState, slots: jax.Array) -> DecodeState:
 # Of most weights only the shapes are read. They stay arguments all the same, because a program runs
 # where its arguments are: so the state is made where the weights are.
 @functools.partial(jax.jit, static_argnums=0, keep_unused=True)
-def init(engine: Engine, params: Params, draft_params: Params, **kept: Any) -> DecodeState:
-    """Returns a state of empty slots, in which the fields that are `kept` do not begin anew."""
-    return dataclasses.replace(engine.init_state(draft_params, params), **kept)
+def init(engine: Engine, params: Params, draft_params: Params, **counts: Any) -> DecodeState:
+    """Returns a state of empty slots; of its fields, `counts` do not begin anew."""
+    return dataclasses.replace(engine.init_state(draft_params, params), **counts)
 
 
 @functools.partial(

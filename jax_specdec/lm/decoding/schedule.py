@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from jax_specdec._src.base.arrays import check_increasing
 from jax_specdec.lm.decoding.bookkeeping import KeptRows, ServedRequest
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.options import RequestOptions
@@ -267,6 +268,27 @@ def default_widths(platform: str, num_slots: int) -> tuple[int, ...]:
     return tuple(n for n in STEP_WIDTHS.get(platform, ()) if 2 * n <= num_slots)
 
 
+def widths_of(engine: Engine, platform: str, given: Sequence[int] | None) -> tuple[int, ...]:
+    """Returns the `step_widths` of a driver.
+
+    Args:
+      platform: where steps run.
+      given: by whoever made the driver; None for those that pay.
+
+    Raises:
+      TypeError: they are no integers.
+      ValueError: they do not increase, or one is not below the number of slots.
+    """
+    if given is None:
+        widths = default_widths(platform, engine.num_slots)
+    elif isinstance(given, Sequence) and not given:
+        widths = ()
+    else:
+        widths = check_increasing("step_widths", given, 1, engine.num_slots - 1)
+    # Steps of an exact engine have all slots.
+    return () if engine.exact else widths
+
+
 def narrow_slots(
     num_slots: int, widths: Iterable[int], running: Collection[int]
 ) -> tuple[int, ...] | None:
@@ -301,9 +323,7 @@ def next_step(
     # Each choice below is a program that `rehearsal` compiles: one for each shape of prompts.
     if prompts.group:
         return Step(running, prompts, all_neutral=False, num_drafts=full_budget(engine))
-    all_neutral = engine.request_options and all(x.options.is_neutral for x in running.values())
-    # An exact engine has one program, whoever is beside a request.
-    all_neutral &= not engine.exact
+    all_neutral = has_neutral_steps(engine) and all(x.options.is_neutral for x in running.values())
     if not any(max_drafts.values()):
         # Nobody may have a draft. One program is enough for that, with all options and all slots,
         # unless a budget has the number 0, and so programs for each.
@@ -449,9 +469,10 @@ def _find_place(
     # Fewer rows than anybody would begin with are no loss.
     others = rows[free[0]].num_rows if free[0] in rows else 0
     most_lost = max(others, _LEAST_REUSED - 1)
+    # Always so if `source` is the first of them: it has no more rows than it would lose.
     if source in free and rows[source].num_rows - start <= most_lost:
         return Place(source, start)
-    return Place(free[0], start, None if free[0] == source else source)
+    return Place(free[0], start, source)
 
 
 def _longest_prefix(
@@ -495,6 +516,12 @@ def common_prefix(one: Sequence[int], other: Sequence[int], most: int) -> int:
     return low
 
 
+def has_neutral_steps(engine: Engine) -> bool:
+    """Returns whether steps in which nobody asks for options have a program of their own."""
+    # An exact engine has one program, whoever is beside a request.
+    return engine.request_options and not engine.exact
+
+
 def full_budget(engine: Engine) -> int | None:
     """Returns, as a step's `num_drafts`, the most of a `draft_budget`; None, for all, without."""
     return None if engine.draft_budget is None else engine.draft_budget[-1]
@@ -529,10 +556,11 @@ def rehearsal(
         # The program that copies a slot; no other action has it.
         actions.append(Read(prompts[0]._replace(copies=[(nowhere, nowhere)]), left=0))
     # Steps without prompts: one for no drafts, then each number of a budget, for any options and,
-    # with `request_options`, for neutral ones. `dict.fromkeys` leaves out what is there twice, and
-    # keeps the order.
+    # where there are such steps, for neutral ones. `dict.fromkeys` leaves out what is there twice,
+    # and keeps the order.
     nothing = Prompts({}, (), 0, rest=None)
-    pairs = [*itertools.product({False, engine.request_options}, engine.draft_budget or (None,))]
+    neutral = {False, has_neutral_steps(engine)}
+    pairs = [*itertools.product(neutral, engine.draft_budget or (None,))]
     for all_neutral, num_drafts in dict.fromkeys(((False, 0), *pairs)):
         actions.append(Step({}, nothing, all_neutral, num_drafts))
     for (all_neutral, num_drafts), width in itertools.product(pairs, step_widths):

@@ -295,6 +295,11 @@ class DraftChoice:
         # The search leaves out the last number, and so ends at its index where none is enough.
         return int(np.searchsorted(self.draft_budget[:-1], most_drafts))
 
+    def next_for(self, max_drafts: Sequence[int]) -> int:
+        """Returns what `next` does, for a step whose requests may have so many drafts each."""
+        self.max_drafts = max_drafts
+        return self.next()
+
     def next(self) -> int:
         """Returns the number of drafts of the next step, and saves up or spends time for trials."""
         if self.is_fixed:

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 
 from jax_specdec._src.base.arrays import check_int
 from jax_specdec.lm.decoding import programs
-from jax_specdec.lm.decoding.core import on_all_devices
 from jax_specdec.lm.decoding.engine import Engine
-from jax_specdec.lm.decoding.schedule import full_budget, placeholders
+from jax_specdec.lm.decoding.schedule import full_budget, has_neutral_steps, placeholders
 from jax_specdec.lm.decoding.state import DecodeState
 from jax_specdec.lm.decoding.step_costs import ChunkCosts, StepCosts
+from jax_specdec.lm.decoding.weights import on_all_devices
 from jax_specdec.lm.models.protocol import Params
 
 _LONGEST_TIMING = 0.1
@@ -122,8 +122,8 @@ class _Calls:
     ) -> float:
         """Returns the seconds of a step that also reads a prompt, or none if `prompt_size` is 0."""
         engine = self._engine
-        # As `schedule.next_step` has it for requests that ask for no options, exact engines aside.
-        all_neutral = engine.request_options and not prompt_size
+        # As `schedule.next_step` has it for requests that ask for no options.
+        all_neutral = has_neutral_steps(engine) and not prompt_size
         requests = None
         if prompt_size:
             requests = programs.pack(engine, placeholders(1, prompt_size, slot=0))

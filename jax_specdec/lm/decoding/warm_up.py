@@ -112,12 +112,12 @@ class WarmUp:
         # Shapes stand for the arrays of what is compiled behind, and have no place on a mesh.
         sharding = engine.model.serves.sharding
         is_on_mesh = sharding is not None and sharding.mesh is not None
-        # Without options, and in an exact engine, one step serves all requests.
-        has_steps_for_some = engine.request_options and not engine.exact
         # Long prompts wait for no program if calls of the least size can read them, too.
         has_chunks = engine.drafter.serves.chunks
         has_thread = self.device.behind is not None
-        return has_thread and not is_on_mesh and has_steps_for_some and has_chunks
+        # Without neutral steps, one step serves all requests.
+        is_for_some = schedule.has_neutral_steps(engine)
+        return has_thread and not is_on_mesh and is_for_some and has_chunks
 
     def calls(
         self, actions: Iterable[Action], rehearse: Callable[[Action], None], host: HostState

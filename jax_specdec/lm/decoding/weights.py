@@ -1,16 +1,27 @@
-"""Weights that take the place of others: checked, and put where those were."""
+"""Weights: put on devices, and checked and put where others were that they replace."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.base.arrays import require
 from jax_specdec.lm.models.int8 import is_int8
-from jax_specdec.lm.models.protocol import HasParams, Params, check_like, check_params
+from jax_specdec.lm.models.protocol import (
+    CausalModel,
+    HasParams,
+    Params,
+    check_like,
+    check_params,
+)
+
+_Arrays = TypeVar("_Arrays")  # a pytree
 
 Weights = tuple[Params, Params]
 """Those of the target and of the drafter."""
@@ -134,3 +145,30 @@ def _memory(array: jax.Array | np.ndarray) -> set[Hashable]:
         return set()
     parts = [shard.data for shard in array.addressable_shards]
     return {(one.device, one.unsafe_buffer_pointer()) for one in parts}
+
+
+def on_all_devices(arrays: _Arrays, model: CausalModel) -> _Arrays:
+    """Returns arrays that had no place, copied to every device of the model's mesh.
+
+    Done once, not with every call. A step then finds its state where the last step left it, and is
+    compiled once.
+
+    Args:
+      arrays: a pytree.
+      model: the target; without a mesh, everything stays where it is.
+    """
+    sharding = model.serves.sharding
+    if sharding is None or sharding.mesh is None:
+        return arrays
+    everywhere = NamedSharding(sharding.mesh, P())
+
+    def copied(x: jax.Array) -> jax.Array:
+        if isinstance(x, jax.Array) and x.committed:
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # device_put keeps keys to one process
+            data = jax.device_put(jax.random.key_data(x), everywhere)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return put(x, everywhere)
+
+    placed: _Arrays = jax.tree.map(copied, arrays)
+    return placed

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.base.arrays import check_choice, check_int, check_type, pytree, require
+from jax_specdec._src.base.arrays import (
+    check_array,
+    check_choice,
+    check_int,
+    check_type,
+    pytree,
+    require,
+)
 from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.sampling import SamplingParams
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Drafts
@@ -403,6 +410,51 @@ class Drafter(abc.ABC):
         """
         del token_ids
         return params
+
+
+def checked_proposal(
+    drafter: Drafter,
+    draft_params: Params,
+    context: DraftContext,
+    cache: Cache,
+    store: DraftStore | None,
+) -> tuple[Proposal, Cache]:
+    """Returns what `drafter.propose` returns, checked.
+
+    Raises:
+      TypeError, ValueError: it breaks its contract.
+    """
+    # A drafter may be of anybody. All this is checked when a program is traced: shapes and dtypes
+    # are known then, and values are not.
+    returned: Any = drafter.propose(draft_params, context, cache, store)
+    name = f"{type(drafter).__name__}.propose"
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    must = "be a Proposal and a cache"
+    require(is_pair, f"what {name} returns", must, returned, error=TypeError)
+    proposal, new_cache = returned
+    check_type(f"the proposal of {name}", proposal, Proposal)
+    sizes = {"B": context.lengths.shape[0], "K": context.config.num_speculative_tokens}
+    check_array(f"the token_ids of {name}", proposal.token_ids, "[B, K] int32", sizes)
+    is_tree = proposal.parents is not None
+    must = "be there if and only if it has a tree_depth"
+    wanted = drafter.serves.tree_depth > 0
+    require(is_tree == wanted, f"the parents of {name}", must, proposal.parents, error=TypeError)
+    if is_tree:
+        check_array(f"the parents of {name}", proposal.parents, "[B, K] int32", sizes)
+    # What the state carries keeps its structure, shapes and dtypes: a `while_loop` demands it, and
+    # buffers that are donated are used again.
+    pairs = ("store", store, proposal.store), ("cache", cache, new_cache)
+    for what, given, new in pairs:
+        given, new = (
+            jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
+            for tree in (given, new)
+        )
+        if jax.tree.flatten(given) != jax.tree.flatten(new):
+            raise ValueError(
+                f"{name} must return the {what} with the layout it was given, {given!r:.300}, but "
+                f"it returned {new!r:.300}"
+            )
+    return proposal, new_cache
 
 
 @dataclasses.dataclass(frozen=True)

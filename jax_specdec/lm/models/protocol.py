@@ -615,7 +615,7 @@ def take_cache(cache: Cache, like: Cache, slots: jax.Array, axis: int) -> Cache:
     Args:
       cache: of S requests.
       like: of R requests; its shapes are used.
-      slots: ``[R]`` int32.
+      slots: ``[R]`` int32; past the last one that one's cache is taken, as calls that warm up do.
       axis: that holds the requests.
     """
 
@@ -637,7 +637,7 @@ def put_cache(cache: Cache, slots_cache: Cache, slots: jax.Array, axis: int) -> 
     Args:
       cache: of S requests; changed in place if it is donated.
       slots_cache: of R requests.
-      slots: ``[R]`` int32.
+      slots: ``[R]`` int32; what is for one past the last is dropped.
       axis: that holds the requests.
     """
 
@@ -645,9 +645,13 @@ def put_cache(cache: Cache, slots_cache: Cache, slots: jax.Array, axis: int) -> 
         size = new.shape[axis] // slots.shape[0]  # entries of one request
         # One after another: a scatter would copy the cache where `axis` is not the first.
         for row in range(slots.shape[0]):
+            start = slots[row] * size
             # [.., R entries, ..] -> [.., entries, ..]
             entries = lax.slice_in_dim(new, row * size, (row + 1) * size, axis=axis)
-            array = lax.dynamic_update_slice_in_dim(array, entries, slots[row] * size, axis)
+            # A slice past the end is moved to the last slot, which keeps what it holds.
+            old = lax.dynamic_slice_in_dim(array, start, size, axis)
+            entries = jnp.where(start < array.shape[axis], entries, old)
+            array = lax.dynamic_update_slice_in_dim(array, entries, start, axis)
         return array
 
     return jax.tree.map(put, cache, slots_cache)
