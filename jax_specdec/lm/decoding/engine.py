@@ -196,9 +196,9 @@ class Engine(Decoder):
     """
 
     drafts_in_first_step: ClassVar[bool] = False
-    """No step needs this: it is from when engines verified before they drafted. It stays because
-    sampled texts, which are others of the same law, and counts of acceptance depend on it. In
-    `generate`, which drafts at once, a request takes up to one step less."""
+    """The first step after a prompt only draws a token. Nothing needs it to: engines once verified
+    before they drafted. It stays because sampled texts, which are others of the same law, and
+    counts of acceptance depend on it. `generate` drafts at once, and takes up to a step less."""
 
     _: dataclasses.KW_ONLY
     num_slots: int
