@@ -93,8 +93,7 @@ class EngineDriver:
     **Grammars.** A request may have a matcher. While such a request runs, a step is drafted, its
     masks are made on the host, and it is then verified. A token that a grammar forces takes the
     place of a draft. The masks need the tokens of the step before, so no step runs ahead. Matchers
-    are called in a thread of their own, which the first of them starts and `close` ends. A driver
-    is its own context manager.
+    have a thread of their own, which the first starts and `close`, or the end of a `with`, ends.
 
     Attributes:
       engine, max_queue, max_steps_ahead, max_prefills, prompts_in_steps, max_retries: as given.
@@ -390,8 +389,7 @@ class EngineDriver:
           The request's id: 0, 1, 2, ...
 
         Raises:
-          TypeError: something is not an integer, not a number, no field of `RequestOptions`, or no
-            matcher.
+          TypeError: something is no integer, number, field of `RequestOptions`, or matcher.
           ValueError: an empty prompt, an id outside the vocabulary, a prompt and budget longer
             than the engine's `max_length`, or a value out of range.
           RuntimeError: `max_queue` requests wait already; preempted ones do not count.
@@ -516,8 +514,7 @@ class EngineDriver:
         set again.
 
         Args:
-          params: the target's weights, with the structure, shapes and dtypes of the old ones; None
-            to keep those.
+          params: the target's weights, of the old ones' structure, shapes and dtypes; None for these.
           draft_params: the drafter's weights likewise. The history of a drafter is among them, and
             begins anew with what `SuffixDrafter.init_params` gives; `weights` has the old one.
           reread: whether running requests leave their slots and are read again, as preempted ones:
