@@ -514,7 +514,7 @@ class EngineDriver:
         set again.
 
         Args:
-          params: the target's weights, of the structure, shapes and dtypes of the old ones; or None.
+          params: the target's weights, of the old structure, shapes and dtypes; None keeps the old.
           draft_params: the drafter's weights likewise. The history of a drafter is among them, and
             begins anew with what `SuffixDrafter.init_params` gives; `weights` has the old one.
           reread: whether running requests leave their slots and are read again, as preempted ones:
