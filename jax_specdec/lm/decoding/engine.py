@@ -196,9 +196,9 @@ class Engine(Decoder):
     """
 
     drafts_in_first_step: ClassVar[bool] = False
-    """The first step after a prompt only draws a token. Nothing needs it to: engines once verified
-    before they drafted. It stays because sampled texts, which are others of the same law, and
-    counts of acceptance depend on it. `generate` drafts at once, and takes up to a step less."""
+    """The first step after a prompt only draws a token, since engines once verified before they
+    drafted. Nothing needs it any more. It stays because sampled texts, which are others of the same
+    law, and counts of acceptance depend on it. `generate` drafts at once, up to a step less."""
 
     _: dataclasses.KW_ONLY
     num_slots: int
