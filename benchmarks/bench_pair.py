@@ -43,6 +43,7 @@ IDENTITY = ("engine", "way", "batch", "k", "temperature")
 PLAIN_WAY, WIDE_PLAIN, DRAFT, EAGLE3, NGRAM, SUFFIX, BOTH = WAYS = (
     "plain", "plain, K + 1 rows", "draft", "eagle3", "ngram", "suffix", "suffix+draft"
 )  # fmt: skip
+DRAFTING_WAYS = EAGLE3, DRAFT, NGRAM, SUFFIX, BOTH
 KINDS, ALL = real_model_prompts.KINDS, "all"
 K = 4
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "real_pair.md"
@@ -531,7 +532,7 @@ def shown(name: str, document: dict[str, Any]) -> Iterator[str]:
         yield ""
         kinds = [*KINDS, ALL]
         lines = [["plain", *(found.plain(temperature, 1, kind) for kind in kinds), "1.00"]]
-        for way in (EAGLE3, DRAFT, NGRAM, SUFFIX, BOTH):
+        for way in DRAFTING_WAYS:
             row = found.row(way, temperature)
             lines.append([way, *(found.gain(row, kind) for kind in kinds), found.steps(row)])
         yield from table([*KINDS, ALL, "a step, in plain steps"], lines)
@@ -540,7 +541,7 @@ def shown(name: str, document: dict[str, Any]) -> Iterator[str]:
     # Acceptance does not depend on the batch: these are the texts of eight slots.
     numbers = sorted({k for plan in PLANS.values() for k in plan.drafts})
     lines = []
-    for temperature, way in itertools.product((0, 0.8), (EAGLE3, DRAFT, NGRAM, SUFFIX, BOTH)):
+    for temperature, way in itertools.product((0, 0.8), DRAFTING_WAYS):
         kinds = [*KINDS, ALL] if way in (EAGLE3, DRAFT) else [ALL]
         for kind in kinds:
             name = f"{way}, {kind}, T = {temperature:g}"
@@ -551,7 +552,7 @@ def shown(name: str, document: dict[str, Any]) -> Iterator[str]:
     yield ""
     cases = [*itertools.product((8, 32), (0, 0.8))]
     lines = [["plain", *(found.plain(t, b) for b, t in cases)]]
-    for way, k in itertools.product((EAGLE3, DRAFT, NGRAM, SUFFIX, BOTH), (K, 8)):
+    for way, k in itertools.product(DRAFTING_WAYS, (K, 8)):
         cells = [found.gain(found.row(way, t, b, k)) for b, t in cases]
         lines.append([f"{way}, K = {k}", *cells])
     yield from table([f"B = {b}, T = {t:g}" for b, t in cases], lines)

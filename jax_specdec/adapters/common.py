@@ -139,7 +139,7 @@ def axes_of_requests(lengths: jax.Array, sharding: VerifySharding | None) -> fro
 
 
 def _is_bound(axis: str) -> bool:
-    """Returns whether a `jax.shard_map` around has an axis; JAX tells by an error alone."""
+    """Returns whether a `jax.shard_map` around has an axis; JAX says so by an error alone."""
     try:
         jax.lax.axis_size(axis)
     except NameError:

@@ -2,7 +2,7 @@
 
 A drafter is loaded in two steps. `DrafterKind.read` reads what takes no time, and refuses a
 directory that does not fit; what it returns, a `Load`, reads the weights, once those of the target
-are there. So a mistake in the last of several names is told before the first weights are read.
+are there. So a mistake in the last of several names is named before the first weights are read.
 `loading` does this for `generate`, `bench` and `serve`; the names, helps and refusals of the
 command line come from the same table.
 """
@@ -362,9 +362,10 @@ def _instead_of(draft: str, name: str, holds: Callable[[DrafterKind], bool]) -> 
       name: the end of `draft`, without a lookup.
       holds: whether the target may have a drafter.
     """
-    own = kind_of_drafter(name)
-    if own.name != _DIR:
-        return f"a head of another target is {own.of_others}" if own.of_others else None
+    kind_of_name = kind_of_drafter(name)
+    if kind_of_name.name != _DIR:
+        others = kind_of_name.of_others
+        return f"a head of another target is {others}" if others else None
     if name and is_there(Path(name)):
         return None
     # A drafter in capitals, or one of the embedded target before a directory.

@@ -455,7 +455,7 @@ class EngineDriver:
             is_known = bool(begun) or any(one.request_id == request_id for one in host.updates)
             # One assignment: what fails or is interrupted after it does not bring the request back.
             self._host = host.without(request_id).after_ends([reason] * is_known)
-            # The device is told last. What steps ahead emit for the request is dropped when they
+            # The device comes last. What steps ahead emit for the request is dropped when they
             # are read: by then its slot is empty, or has another id.
             slot = host.slot_of(request_id)
             if slot is not None:

@@ -1,7 +1,7 @@
 """Costs of steps by their number of drafts, of prompts by their tokens, and which to choose.
 
 `stopwatch` measures `StepCosts` and `ChunkCosts` on the device. `EngineDriver` asks a `DraftChoice`
-for the number of drafts of each step (`next`), and tells it what each step that was read has shown
+for the number of drafts of each step (`next`), and gives it what each step that was read has shown
 (`learn`); `warm_up` takes the size of chunks from `ChunkCosts.largest`. Here nothing calls a
 program.
 """

@@ -112,7 +112,7 @@ def _vocab_size(directory: Path) -> int:
     # As its family has it: in an object of text, or as a default that the file leaves out.
     with contextlib.suppress(ValueError):
         return parse_config(raw).vocab_size
-    # of a model that is not read here; who reads the model tells why
+    # of a model that is not read here; who reads the model says why
     size = raw.get("vocab_size")
     return size if is_token_id(size) else MAX_INT
 

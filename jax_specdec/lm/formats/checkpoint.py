@@ -24,8 +24,14 @@ from jax_specdec._src.base.arrays import (
     require,
 )
 from jax_specdec.lm.extras import extra
-from jax_specdec.lm.formats.config_json import CONFIG_FILE, config_json, family_of, read_config
-from jax_specdec.lm.formats.files import JsonValue, is_there, path_of, read_json
+from jax_specdec.lm.formats.config_json import (
+    CONFIG_FILE,
+    config_json,
+    family_of,
+    parse_config,
+    read_model_json,
+)
+from jax_specdec.lm.formats.files import JsonValue, is_there, path_of
 from jax_specdec.lm.formats.tensors import (
     EMBEDDING,
     WEIGHTS_FILE,
@@ -119,8 +125,8 @@ def load_huggingface(
     directory = path_of(directory)
     # `config` has the sizes of the files, by which tensors are checked. Of its vocabulary axis the
     # first `size` ids are read, and `known` of these are tokens.
-    path = directory / CONFIG_FILE
-    config = read_config(path)
+    raw = read_model_json(directory / CONFIG_FILE)
+    config = parse_config(raw)
     size = config.vocab_size
     if is_there(directory / TOKENIZER_FILE):
         # A stop token must be drawn, even if only other files know it. One outside the vocabulary
@@ -132,7 +138,7 @@ def load_huggingface(
     # Without a tokenizer, num_token_ids is what config.json says, which `save_checkpoint` writes.
     size = min(size, max_vocab_size or size)
     known = min(config.num_token_ids or size, size)
-    with open_tensors(directory, config, family_of(read_json(path)).unread) as tensors:
+    with open_tensors(directory, config, family_of(raw).unread) as tensors:
         stored = tensors.dtype(EMBEDDING)
         dtype = checked_dtype(stored if dtype is None else dtype)
         # Compared in the compute dtype, in which a wider or a rounded copy may be the same. This

@@ -61,9 +61,14 @@ def read_config(path: Path) -> DecoderConfig:
       ValueError: it is not JSON, lacks a size, has a value out of range, or asks for something that
         `Llama` does not compute; or it is of a draft head.
     """
+    return parse_config(read_model_json(path))
+
+
+def read_model_json(path: Path) -> JsonObject:
+    """Reads a `config.json` that is of no draft head; raises as `read_config` does."""
     raw = read_json(path)
     check_is_no_head(raw)
-    return parse_config(raw)
+    return raw
 
 
 def family_of(raw: JsonObject) -> Family:

@@ -1,9 +1,9 @@
 """Reading and writing the files of EAGLE-3 and block heads: what their public functions share.
 
 `heads` has the public functions; `head_layouts` says what a `config.json` means. Here tensors are
-named, checked and read, and the arrays that a head has in common with its target are told from its
-own. Files differ in that: some hold copies of the target's embedding and output matrix, some hold
-neither, and some hold rows of a part of the vocabulary alone.
+named, checked and read, and the arrays that a head has in common with its target are kept apart
+from its own. Files differ in that: some hold copies of the target's embedding and output matrix,
+some hold neither, and some hold rows of a part of the vocabulary alone.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Which kind of head a `config.json` is of.
 
-No key says it in all layouts, so it is told by what files call themselves and by keys that only
-one kind has. Readers ask here before they read, so that a head given as a model, a model given as a
+No key says it in all layouts, so what files call themselves says it, and keys that only one
+kind has. Readers ask here before they read, so that a head given as a model, a model given as a
 head, or a head of another kind is refused with the name of what reads it.
 """
 

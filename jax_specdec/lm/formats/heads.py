@@ -1,6 +1,6 @@
 """Reading and writing draft heads: a directory of `config.json` and `model.safetensors`.
 
-The public functions of heads of all kinds. `head_kinds` tells which kind a directory holds; then
+The public functions of heads of all kinds. `head_kinds` says which kind a directory holds; then
 `head_files` or `gemma_assistant` reads it. Heads are written in one layout, that of speculators.
 """
 

@@ -157,7 +157,7 @@ def quantized(weight: jax.Array) -> Int8Weight:
     # max |w| of each output: [out, in] -> [out]
     largest = jnp.max(jnp.abs(numbers), axis=1)
     is_finite = jnp.isfinite(largest)
-    # No integer is NaN: the scale tells, by which every product with the column becomes NaN.
+    # No integer is NaN: the scale is, by which every product with the column becomes NaN.
     scale = jnp.where(largest == 0, 1, jnp.where(is_finite, largest / MOST, jnp.nan))
     # round(w / scale), in -127..127, as no weight of the row is larger than its largest
     values = jnp.where(is_finite[:, None], jnp.round(numbers / scale[:, None]), 0)

@@ -465,7 +465,7 @@ def check_model(name: str, model: object) -> None:
             f"{name} must be a CausalModel, but it is a LoadedModel, which holds one and its "
             "params: pass its .model here, and its .params where they belong"
         )
-    # A class has all members that are looked for below, so it is told apart before.
+    # A class has all members that are looked for below, so it is refused before.
     if isinstance(model, type):
         kind = model.__name__
         raise TypeError(f"{name} must be a CausalModel, but it is the class {kind}: make an object")

@@ -389,7 +389,7 @@ class Server:
 def _log_end(task: asyncio.Task[None]) -> None:
     """Logs why a task of the loop has ended, unless that is no fault of its own."""
     error = None if task.cancelled() else task.exception()
-    # An `ApiError` is the engine's failure, which one line has told.
+    # An `ApiError` is the engine's failure, which one line has said.
     if error is not None and not isinstance(error, ApiError):
         log("".join(traceback.format_exception(error)))
 

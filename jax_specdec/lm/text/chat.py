@@ -64,14 +64,14 @@ class ChatTemplate:
             run.
         """
         check_messages(messages)
-        # First as it is: what the template itself refuses is told in its own words.
+        # First as it is: what the template itself refuses is said in its own words.
         text = self._render(messages, variables)
         self._check_nothing_is_left_out(messages, variables)
         return text
 
     def _render(self, messages: Sequence[Message], further_variables: Mapping[str, Any]) -> str:
         """Returns what the template writes; raises as `apply` does."""
-        # Whether the template knows the role is told by the quoted name in its source. The bare
+        # Whether the template knows the role shows in the quoted name in its source. The bare
         # word may stand in a comment.
         known = "developer" if re.search("[\"']developer[\"']", self.source) else "system"
         # Templates ask for these without looking whether they are defined, as `transformers` always
