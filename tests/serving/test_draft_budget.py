@@ -6,9 +6,11 @@ import dataclasses
 import itertools
 import json
 import types
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from upper_floor import programs, schedule, stopwatch
@@ -137,6 +139,39 @@ def test_steps_that_are_measured_are_those_that_serve(
 def test_an_engine_without_a_budget_counts_no_rates():
     assert engines.TABLE.init_state(engines.TABLES[1]).draft_rates is None
     assert engines.driver_of(engines.TABLE).draft_choice is None
+
+
+class Watched(tiny.Trigram):
+    """Keeps the rows that it was last given."""
+
+    groups: ClassVar[Sequence[lm.models.Rows]] = ()
+
+    def apply(self, params: Any, groups: Any, cache: Any, *wants: Any) -> Any:
+        Watched.groups = groups
+        return super().apply(params, groups, cache, *wants)
+
+
+def test_attention_may_follow_the_longest_text_only_where_last_bits_follow_the_load():
+    budgeted = dataclasses.replace(TABLE, model=Watched(VOCAB), num_slots=4)
+    lengths, done = jnp.array([9, 31, 12, 1]), jnp.array([False, True, False, True])
+    seen = {}
+    for name, changes in (
+        ("budget", {}),
+        ("exact", dict(exact=True, draft_budget=(2,), prefill_sizes=(8,))),
+        ("no budget", dict(draft_budget=None)),
+        ("no budget, one slot", dict(draft_budget=None, num_slots=1)),
+    ):
+        engine = dataclasses.replace(budgeted, **changes)
+        state = engine.init_state(engines.TABLES[1])
+        n = engine.num_slots
+        batch = dataclasses.replace(state.batch, lengths=lengths[:n], done=done[:n])
+        state = engine.with_proposal(dataclasses.replace(state, batch=batch))
+        engine.score(engines.TABLES[0], state)
+        (rows,) = Watched.groups
+        seen[name] = None if rows.max_seen is None else int(rows.max_seen)
+    # K + 1 rows from position 11 on, or from 8 on; the slot that is done holds a longer text.
+    wanted = {"budget": 14, "exact": None, "no budget": None, "no budget, one slot": 11}
+    assert seen == wanted
 
 
 # The choice

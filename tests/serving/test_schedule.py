@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from upper_floor import schedule
@@ -180,13 +179,8 @@ def test_a_plan_is(settings: schedule.Settings, known: dict[str, Any], expected:
         ("gpu", 8, (1,)), ("gpu", 32, (1, 8)), ("gpu", 64, (1, 8, 32)), ("tpu", 64, ()),
     ],
 )  # fmt: skip
-def test_widths_that_pay_are(
-    platform: str, num_slots: int, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+def test_widths_that_pay_are(platform: str, num_slots: int, widths: tuple[int, ...]) -> None:
     assert schedule.default_widths(platform, num_slots) == widths
-    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert schedule.default_widths(platform, num_slots) == (() if platform == "cpu" else widths)
 
 
 def test_there_is_a_program_for_each_step_of_some_slots() -> None:

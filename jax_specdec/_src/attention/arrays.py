@@ -24,6 +24,8 @@ class AttentionArrays(NamedTuple):
       depth: ``[B, S]`` int32, positions beyond `start` from which windows count back; or None.
       slots: ``[B]`` int32, the requests of the cache that rows are of; None for all, in their
         order. Of a cache with heads first alone.
+      max_seen: ``[]`` int32, positions that some row sees, of a cache with heads first. Those past
+        them need not be read, and last bits of a row may depend on it; if it is None they do not.
     """
 
     query: jax.Array
@@ -34,6 +36,7 @@ class AttentionArrays(NamedTuple):
     pages: jax.Array | None = None
     depth: jax.Array | None = None
     slots: jax.Array | None = None
+    max_seen: jax.Array | None = None
 
 
 class AttentionStatic(NamedTuple):
@@ -47,6 +50,7 @@ class AttentionStatic(NamedTuple):
       num_visible: positions from `start` on that some row may see by `tree_mask`.
       implementation: that was named.
       num_kv: heads of keys of a request; where there are slots, the shapes do not say it.
+      room: positions that XLA reads, of a cache with heads first; None for all.
     """
 
     scale: float
@@ -56,3 +60,4 @@ class AttentionStatic(NamedTuple):
     num_visible: int = TREE_MASK_BITS
     implementation: AttentionImplementation | None = None
     num_kv: int | None = None
+    room: int | None = None

@@ -97,8 +97,8 @@ def heads_first(keys: jax.Array, values: jax.Array, pages: jax.Array | None) -> 
     return keys, values
 
 
-def of_slots(cache: LayerCache, slots: jax.Array, num_kv: int) -> LayerCache:
-    """Returns copies of keys ``[B * Nkv, D, T]`` and values ``[B * Nkv, T, D]`` of B slots.
+def of_slots(cache: LayerCache, slots: jax.Array, num_kv: int, room: int) -> LayerCache:
+    """Returns copies of keys ``[B * Nkv, D, room]`` and values ``[B * Nkv, room, D]`` of B slots.
 
     Slices, one after another: a CPU gathers number by number.
     """
@@ -106,14 +106,15 @@ def of_slots(cache: LayerCache, slots: jax.Array, num_kv: int) -> LayerCache:
     cache = lax.optimization_barrier(cache)
     size = slots.shape[0]
 
-    def copied(array: jax.Array) -> jax.Array:
-        slices = [
-            lax.dynamic_slice_in_dim(array, slots[b] * num_kv, num_kv, 0) for b in range(size)
-        ]
+    def copied(array: jax.Array, *shape: int) -> jax.Array:
+        # Heads of a request lie one after another.
+        first = [slots[b] * num_kv for b in range(size)]
+        slices = [lax.dynamic_slice(array, (head, 0, 0), (num_kv, *shape)) for head in first]
         return slices[0] if size == 1 else jnp.concatenate(slices)
 
     keys, values = cache
-    return copied(keys), copied(values)
+    head_dim = keys.shape[1]
+    return copied(keys, head_dim, room), copied(values, room, head_dim)
 
 
 def write_cache(

@@ -1,9 +1,10 @@
-"""Attention over a cache in XLA: one product over all T positions, those that are not seen masked.
+"""Attention over a cache in XLA: one product over the positions that are read, all T by default.
 
-A loop over tiles up to the longest request was tried on CPUs: 0.1 to 0.3 of the time where a tenth
-of the cache is in use, but 1.4 to 2.5 times as long where all of it is, because XLA copies each
-tile out of the cache. A choice between both by the longest request would change the last bits of
-its neighbours, which attention must not. On GPUs each turn of such a loop waits for the host.
+What is not seen is masked. A loop over tiles up to the longest request was tried on CPUs: 0.1 to
+0.3 of the time where a tenth of the cache is in use, but 1.4 to 2.5 times as long where all of it
+is, because XLA copies each tile out of the cache. A choice between few products by the longest
+request takes no longer than one over all, but changes the last bits of its neighbours: the caller
+allows it, by `AttentionArrays.max_seen`. On GPUs each choice waits for the host.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.attention.arrays import AttentionArrays, AttentionStatic
-from jax_specdec._src.attention.cache import heads_first, of_slots
+from jax_specdec._src.attention.cache import heads_first, of_slots, room_of
+
+_LEAST_ROOM = 256
+"""Positions, of which a product takes a small part of a pass."""
 
 
 class _Laid(NamedTuple):
@@ -43,8 +47,22 @@ class _Laid(NamedTuple):
 
 
 def attend(arrays: AttentionArrays, static: AttentionStatic) -> jax.Array:
-    """Returns ``[B, S, N, D]``; see `api.decode_attention`."""
-    return _attend(static, arrays)
+    """Returns ``[B, S, N, D]``; see `api.decode_attention`.
+
+    With `AttentionArrays.max_seen` it reads all positions, a quarter of them, a quarter of that and
+    so on. A choice from more would take longer to compile than it saves.
+    """
+    max_seen = arrays.max_seen
+    if max_seen is None:
+        return _attend(static, arrays)
+    rooms = [room_of(arrays.keys, arrays.pages)]
+    while rooms[0] >= 4 * _LEAST_ROOM:
+        rooms.insert(0, rooms[0] // 4)
+    reads = [functools.partial(_attend, static._replace(room=room)) for room in rooms]
+    # The least room that holds all that is seen; the last one also where a text has no room
+    index = (max_seen > jnp.array(rooms[:-1], jnp.int32)).sum()
+    found: jax.Array = lax.switch(index, reads, arrays._replace(max_seen=None))
+    return found
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -90,12 +108,14 @@ def _attend_apart(static: AttentionStatic, arrays: AttentionArrays) -> jax.Array
 
 def _laid(arrays: AttentionArrays, static: AttentionStatic) -> _Laid:
     keys, values = heads_first(arrays.keys, arrays.values, arrays.pages)
+    room = keys.shape[2] if static.room is None else static.room
     if arrays.slots is not None:
         assert static.num_kv is not None
-        keys, values = of_slots((keys, values), arrays.slots, static.num_kv)
+        keys, values = of_slots((keys, values), arrays.slots, static.num_kv, room)
+    else:
+        keys, values = keys[:, :, :room], values[:, :room]
     batch_size, num_rows, num_heads, head_dim = arrays.query.shape
     num_kv = keys.shape[0] // batch_size
-    room = keys.shape[2]
     group = num_heads // num_kv
     rows = (batch_size * num_kv, num_rows * group)
     # [B, S, Nkv, group, D] -> [B, Nkv, S, group, D] -> [B * Nkv, S * group, D]

@@ -69,6 +69,9 @@ over the requests, of S at most 8, LLVM joins vectors of neighbouring rows to wi
 AVX-512, and contracts in one kind alone: of S = 3, 5, 6 and 7 the last rows are rounded otherwise.
 """
 
+_COPIES_CACHES = jax.__version_info__ < (0, 11)
+"""JAX 0.10 for CPUs copies the cache of all slots where a branch of a condition changes some."""
+
 PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
 """The config of decoding without drafts."""
 
@@ -127,6 +130,11 @@ class Decoder:
     logprobs: LogprobsConfig | None = None
     _: dataclasses.KW_ONLY
     exact: bool = False
+
+    @property
+    def varies_with_load(self) -> bool:
+        """Whether last bits of a request's logits may depend on the requests beside it."""
+        return False
 
     @property
     def num_drafts(self) -> int:
@@ -212,7 +220,8 @@ class Decoder:
         zeros = jnp.zeros_like(batch.lengths)
         # [B, L] -> [B, P]: the prompts, last tokens included. The first step runs those again, as
         # each step runs the newest token, and overwrites what the target's cache holds of them.
-        rows = Rows(batch.token_ids[:, :prompt_size], zeros)
+        max_seen = jnp.asarray(prompt_size, jnp.int32)
+        rows = Rows(batch.token_ids[:, :prompt_size], zeros, max_seen=max_seen)
         ((_, features),), target = self.run(params, [rows], empty.target, length)
         # Every prompt ends in these rows, so no token follows them: any id will do.
         next_token_ids = None if features is None else zeros
@@ -233,8 +242,21 @@ class Decoder:
           cache: of all slots, of `max_length` positions each.
           max_length: L.
         """
+        # What attention leaves out changes last bits, and depends on the longest request.
+        groups = [
+            rows if self.is_free(rows.token_ids.shape[0]) else rows._replace(max_seen=None)
+            for rows in groups
+        ]
         wants = Wants(self.drafter.serves.aux_hidden_state_layers)
         return apply_groups(self.model, params, groups, cache, wants, max_length)
+
+    def is_free(self, num_requests: int) -> bool:
+        """Returns whether a pass of so many requests may do only what its texts and drafts need.
+
+        Last bits then depend on the longest text, and on whether somebody has drafts: of one
+        request they are its own, of several they are where the load changes them anyway.
+        """
+        return not self.exact and (num_requests == 1 or self.varies_with_load)
 
     def draft_prompts(
         self,
@@ -466,17 +488,19 @@ class Decoder:
         tokens = jnp.concatenate([newest, jnp.maximum(ids, 0)], axis=1)
         # [R, n] -> depths [R, n+1] and masks [R, n+1, 2] of the nodes, node 0 the newest token
         tree = None if drafted.parents is None else TreeRows.of(drafted.parents)
-        groups = [Rows(tokens, start, drafted.slots, tree), *prompts]
+        # []: slots that do not run may hold long texts, which nobody reads
+        max_seen = jnp.max(jnp.where(batch.done, 0, start)) + tokens.shape[1]
+        groups = [Rows(tokens, start, drafted.slots, tree, max_seen=max_seen), *prompts]
         length = batch.token_ids.shape[1]
-        # A pass may be narrow where nobody has drafts, but only for a batch of one, or with a draft
-        # budget, whose widths depend on the load. Otherwise the last bits of float32 sums would
-        # depend on a request's neighbours.
-        is_free = tokens.shape[0] == 1 or state.draft_rates is not None
+        # A pass may be narrow where nobody has drafts.
+        may_be_narrow = self.drafter.serves.may_abstain and self.is_free(tokens.shape[0])
+        if drafted.slots is not None and _COPIES_CACHES:
+            may_be_narrow = False
         arrays: Any
         if self.exact:
             arrays = params, groups, state.target_cache
             outputs, cache = traced_for_platform(_run_exact, arrays, self, length)
-        elif self.drafter.serves.may_abstain and ids.size and is_free and not prompts:
+        elif may_be_narrow and ids.size and not prompts:
             arrays = ids, params, groups[0], state.target_cache
             output, cache = traced_for_platform(_run_as_wide_as_needed, arrays, self, length)
             outputs = [output]

@@ -101,10 +101,13 @@ class NewRequests:
     @property
     def rows(self) -> Rows:
         """The tokens that are read, and where they go."""
+        token_ids = jnp.asarray(self.prompts, jnp.int32)
+        start = jnp.asarray(self._or_zeros(self.start), jnp.int32)
         return Rows(
-            token_ids=jnp.asarray(self.prompts, jnp.int32),
-            start=jnp.asarray(self._or_zeros(self.start), jnp.int32),
+            token_ids=token_ids,
+            start=start,
             slots=jnp.asarray(self.slots, jnp.int32),
+            max_seen=jnp.max(start) + token_ids.shape[1],
         )
 
     def _or_zeros(self, values: jax.Array | None) -> jax.Array:
@@ -146,6 +149,8 @@ class Engine(Decoder):
         such as ``(0, 1, 2, 4)``. A step is compiled for each, and `EngineDriver` chooses the one
         that pays best (see `StepCosts`). How a text is divided into steps then depends on the load,
         so greedy text stays as it is, and sampled text is another sample of the same distribution.
+        So do rows of a pass, and on a CPU how much of the cache attention reads: near ties of
+        float32 sums may be decided otherwise.
         None for K drafts in every step. Of a drafter that proposes trees, a step has the so many
         best drafts of each tree, such as ``(0, 8, 16, 32)``, and all text stays as it is, because
         only the agreement rule verifies trees.
@@ -425,6 +430,11 @@ class Engine(Decoder):
         )
         state = self.empty_state(params, draft_params, batch)
         return dataclasses.replace(state, draft_rates=self.new_draft_rates())
+
+    @property
+    def varies_with_load(self) -> bool:
+        """Whether the rows of a pass depend on the load: with a `draft_budget` they do."""
+        return self.draft_budget is not None
 
     def new_draft_rates(self) -> DraftRates | None:
         """Returns rates that have seen nothing; None without a `draft_budget`."""

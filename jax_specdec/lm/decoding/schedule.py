@@ -15,8 +15,6 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import jax
-
 from jax_specdec._src.base.arrays import check_increasing
 from jax_specdec.lm.decoding.bookkeeping import KeptRows, ServedRequest
 from jax_specdec.lm.decoding.engine import Engine
@@ -265,10 +263,7 @@ def plan(engine: Engine, settings: Settings, traffic: Traffic, after: Read | Non
 
 def default_widths(platform: str, num_slots: int) -> tuple[int, ...]:
     """Returns the `step_widths` that pay on a device, for an engine of so many slots."""
-    # With JAX 0.10 a step of some slots does not pay on a CPU: with SmolLM2 and 8 slots of 8,192
-    # positions it took four times as long as one of all.
-    is_slower = platform == "cpu" and jax.__version_info__ < (0, 11)
-    if num_slots < _FEWEST_SLOTS or is_slower:
+    if num_slots < _FEWEST_SLOTS:
         return ()
     return tuple(n for n in STEP_WIDTHS.get(platform, ()) if 2 * n <= num_slots)
 

@@ -188,7 +188,15 @@ class Pass(NamedTuple):
         # [G, S, N, D] of each group, or [1, 1, N, D] of a row that comes twice
         for rows, group_query in zip(self.groups, self.split(query), strict=True):
             tree_mask, depth = _seen(rows, spec.window) if block is None else (block, None)
-            arrays = AttentionArrays(group_query, *layer, rows.start, depth=depth, slots=rows.slots)
+            arrays = AttentionArrays(
+                query=group_query,
+                keys=layer[0],
+                values=layer[1],
+                start=rows.start,
+                depth=depth,
+                slots=rows.slots,
+                max_seen=rows.max_seen,
+            )
             reads.append(attend(arrays, static, tree_mask))
         # A row that comes twice has attended once: [1, 1, N, D] -> [1, 2, N, D]. Others are as they
         # were.
@@ -238,6 +246,8 @@ def check_rows(name: str, rows: Rows, cache: Cache) -> None:
     check_array(f"{name}.start", rows.start, "[G] int32", sizes)
     if rows.slots is not None:
         check_array(f"{name}.slots", rows.slots, "[G] int32", sizes)
+    if rows.max_seen is not None:
+        check_array(f"{name}.max_seen", rows.max_seen, "[] int32", sizes)
     if rows.tree is not None:
         check_array(f"{name}.tree.depth", rows.tree.depth, "[G, S] int32", sizes)
         tree_mask = rows.tree.tree_mask

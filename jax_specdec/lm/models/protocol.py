@@ -50,6 +50,9 @@ class Rows(NamedTuple):
         with the same tokens. None: all requests of the cache, in their order.
       tree: the nodes that the tokens are, see `CausalModel`; None for consecutive tokens.
       first_row: ``[]`` int32, nodes of the tree that passes before this one have run; None for 0.
+      max_seen: ``[]`` int32, positions of the cache that some of the tokens see. Attention need not
+        read those past them, and on CPUs does not. Last bits of its sums then depend on the longest
+        request; if it is None they do not.
 
     Example:
       >>> import jax.numpy as jnp
@@ -63,6 +66,7 @@ class Rows(NamedTuple):
     slots: jax.Array | None = None
     tree: TreeRows | None = None
     first_row: jax.Array | None = None
+    max_seen: jax.Array | None = None
 
     @property
     def places(self) -> jax.Array:
