@@ -132,11 +132,6 @@ class Decoder:
     exact: bool = False
 
     @property
-    def varies_with_load(self) -> bool:
-        """Whether last bits of a request's logits may depend on the requests beside it."""
-        return False
-
-    @property
     def num_drafts(self) -> int:
         """K; 0 without a drafter, unless its passes are to be those of one."""
         has_rows = self.exact or not isinstance(self.drafter, NoDrafter)
@@ -253,10 +248,9 @@ class Decoder:
     def is_free(self, num_requests: int) -> bool:
         """Returns whether a pass of so many requests may do only what its texts and drafts need.
 
-        Last bits then depend on the longest text, and on whether somebody has drafts: of one
-        request they are its own, of several they are where the load changes them anyway.
+        Last bits then depend on the longest text, and on whether somebody has drafts.
         """
-        return not self.exact and (num_requests == 1 or self.varies_with_load)
+        return num_requests == 1 and not self.exact
 
     def draft_prompts(
         self,

@@ -431,10 +431,10 @@ class Engine(Decoder):
         state = self.empty_state(params, draft_params, batch)
         return dataclasses.replace(state, draft_rates=self.new_draft_rates())
 
-    @property
-    def varies_with_load(self) -> bool:
-        """Whether the rows of a pass depend on the load: with a `draft_budget` they do."""
-        return self.draft_budget is not None
+    def is_free(self, num_requests: int) -> bool:
+        """Returns what `Decoder.is_free` does; also where the load changes last bits anyway."""
+        has_budget = self.draft_budget is not None and not self.exact
+        return has_budget or super().is_free(num_requests)
 
     def new_draft_rates(self) -> DraftRates | None:
         """Returns rates that have seen nothing; None without a `draft_budget`."""
