@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import types
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -142,17 +141,20 @@ def test_an_engine_without_a_budget_counts_no_rates():
 
 
 class Watched(tiny.Trigram):
-    """Keeps the rows that it was last given."""
+    """Keeps the groups of all its passes."""
 
-    groups: ClassVar[Sequence[lm.models.Rows]] = ()
+    groups: ClassVar[list[lm.models.Rows]] = []
 
     def apply(self, params: Any, groups: Any, cache: Any, *wants: Any) -> Any:
-        Watched.groups = groups
+        Watched.groups += groups
         return super().apply(params, groups, cache, *wants)
 
 
 def test_attention_may_follow_the_longest_text_only_where_last_bits_follow_the_load():
-    budgeted = dataclasses.replace(TABLE, model=Watched(VOCAB), num_slots=4)
+    watched = Watched(VOCAB)
+    budgeted = dataclasses.replace(
+        TABLE, model=watched, drafter=lm.ModelDrafter(watched), num_slots=4
+    )
     lengths, done = jnp.array([9, 31, 12, 1]), jnp.array([False, True, False, True])
     seen = {}
     for name, changes in (
@@ -166,8 +168,22 @@ def test_attention_may_follow_the_longest_text_only_where_last_bits_follow_the_l
         n = engine.num_slots
         batch = dataclasses.replace(state.batch, lengths=lengths[:n], done=done[:n])
         state = engine.with_proposal(dataclasses.replace(state, batch=batch))
+        Watched.groups.clear()
         engine.score(engines.TABLES[0], state)
         (rows,) = Watched.groups
+        # Prompts, which the target reads first, then the draft model
+        options = [lm.RequestOptions(max_new_tokens=1)] * min(n, 2)
+        requests = lm.NewRequests(
+            slots=np.arange(len(options)),
+            prompts=np.ones((len(options), 8), np.int32),
+            lengths=np.full(len(options), 8),
+            keys=jax.random.split(jax.random.key(0), len(options)),
+            options=engine.options_of(options, [8] * len(options)),
+        )
+        jax.eval_shape(engine.admit, *engines.TABLES, state, requests)
+        _, *prompts = Watched.groups
+        assert len(prompts) == 2
+        assert all((one.max_seen is None) == (rows.max_seen is None) for one in prompts)
         seen[name] = None if rows.max_seen is None else int(rows.max_seen)
     # K + 1 rows from position 11 on, or from 8 on; the slot that is done holds a longer text.
     wanted = {"budget": 14, "exact": None, "no budget": None, "no budget, one slot": 11}

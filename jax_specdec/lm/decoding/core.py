@@ -237,11 +237,7 @@ class Decoder:
           cache: of all slots, of `max_length` positions each.
           max_length: L.
         """
-        # What attention leaves out changes last bits, and depends on the longest request.
-        groups = [
-            rows if self.is_free(rows.token_ids.shape[0]) else rows._replace(max_seen=None)
-            for rows in groups
-        ]
+        groups = [self.free_rows(rows) for rows in groups]
         wants = Wants(self.drafter.serves.aux_hidden_state_layers)
         return apply_groups(self.model, params, groups, cache, wants, max_length)
 
@@ -251,6 +247,10 @@ class Decoder:
         Last bits then depend on the longest text, and on whether somebody has drafts.
         """
         return num_requests == 1 and not self.exact
+
+    def free_rows(self, rows: Rows) -> Rows:
+        """Returns rows, without `max_seen` unless a pass over them is free."""
+        return rows if self.is_free(rows.token_ids.shape[0]) else rows._replace(max_seen=None)
 
     def draft_prompts(
         self,
@@ -269,6 +269,7 @@ class Decoder:
           next_token_ids: ``[R]`` int32, the token after these; any id after the last of a prompt.
         """
         serves = self.drafter.serves
+        prompts = self.free_rows(prompts)
 
         def read(rows: Rows, cache: Cache) -> Cache:
             # A drafter pairs features with the next token: without the former it is not given this.
