@@ -909,8 +909,8 @@ def _(right, arrays, some, slots):
     "_src.attention.xla:of_slots",
     "attention/test_attention.py",
 )
-def _(right, cache, slots, num_kv):
-    return right(cache, jnp.arange(len(slots), dtype=jnp.int32), num_kv)
+def _(right, cache, slots, num_kv, room):
+    return right(cache, jnp.arange(len(slots), dtype=jnp.int32), num_kv, room)
 
 
 @fault(
@@ -998,6 +998,36 @@ def _(right, weight):
 )
 def _(right, static, arrays):
     return attention_xla._attend.fun(static, arrays)
+
+
+@fault(
+    "of a long cache attention reads a position too little",
+    "_src.attention.xla:attend",
+    "attention/test_attention.py",
+)
+def _(right, arrays, static):
+    if arrays.max_seen is not None:
+        arrays = arrays._replace(max_seen=arrays.max_seen - 1)
+    return right(arrays, static)
+
+
+@fault(
+    "how far attention reads follows the longest text without a draft budget, too",
+    "lm.decoding.core:Decoder.free_rows",
+    "serving/test_draft_budget.py",
+)
+def _(right, self, rows):
+    return rows
+
+
+@fault(
+    "a free slot with a long text has attention read as far",
+    "lm.decoding.core:Decoder.score",
+    "serving/test_draft_budget.py",
+)
+def _(right, self, params, state, prompts=()):
+    awake = dataclasses.replace(state.batch, done=jnp.zeros_like(state.batch.done))
+    return right(self, params, dataclasses.replace(state, batch=awake), prompts)
 
 
 @fault("int8 weights are cut, not rounded", "lm.models.int8:quantized", "models/test_int8.py")
