@@ -1013,7 +1013,7 @@ def _(right, arrays, static):
 
 @fault(
     "how far attention reads follows the longest text without a draft budget, too",
-    "lm.decoding.core:Decoder.free_rows",
+    "lm.decoding.core:Decoder.allowed_rows",
     "serving/test_draft_budget.py",
 )
 def _(right, self, rows):

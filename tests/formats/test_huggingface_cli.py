@@ -77,7 +77,7 @@ def test_weights_are_in_32_bits_where_the_cpu_has_no_product_in_16(
     module = sys.modules[load_served.__module__]
     target = ["--target", str(CHECKPOINTS / "gemma3")]  # stored in bfloat16
     for converts in (True, False):
-        monkeypatch.setattr(module, "_CONVERTS_16_BITS", converts)
+        monkeypatch.setattr(module, "HAS_OLD_XLA", converts)
         for own in ([], ["--dtype", "bfloat16"]):
             model = load_served(parse(["serve", *target, *own], "0")).target.model
             is_changed = converts and not own

@@ -231,7 +231,7 @@ def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform
         if is_named:
             raise NotImplementedError(f"implementation='mosaic_gpu' {why_not}")
     if platform != "cpu":
-        arrays = arrays._replace(max_seen=None)
+        arrays = arrays._replace(max_seen=None)  # a GPU waits for the host to choose
     elif _is_one_row(arrays):
         # Of one row in 16 bits XLA makes no product, but a sum, for which it converts the cache: 50
         # times as long for a large one. So each head comes twice. [B, 1, N, D] -> [B, 1, 2 N, D]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_specdec._src.attention.arrays import AttentionArrays, AttentionStatic
@@ -60,7 +61,7 @@ def attend(arrays: AttentionArrays, static: AttentionStatic) -> jax.Array:
         rooms.insert(0, rooms[0] // 4)
     reads = [functools.partial(_attend, static._replace(room=room)) for room in rooms]
     # The least room that holds all that is seen; the last one also where a text has no room
-    index = (max_seen > jnp.array(rooms[:-1], jnp.int32)).sum()
+    index = (max_seen > np.array(rooms[:-1], np.int32)).sum()
     found: jax.Array = lax.switch(index, reads, arrays._replace(max_seen=None))
     return found
 

@@ -23,6 +23,10 @@ from jax.interpreters import ad, batching, mlir
 Platform = str
 """A platform's name: "cpu", "tpu", "cuda", or another, which is treated as a GPU."""
 
+HAS_OLD_XLA = jax.__version_info__ < (0, 11)
+"""Whether XLA for CPUs is that of JAX 0.10, which has no product in 16 bits: it then converts all
+weights in every pass. And it copies a whole cache of which a branch of a condition changes some."""
+
 _PLATFORMS = ("cpu", "tpu", "cuda")
 _NAMES = {"gpu": "cuda"}
 _assumed = jax.make_user_context(None)  # JAX's caches have its value in their keys

@@ -13,6 +13,7 @@ import jax
 
 from jax_specdec import lm
 from jax_specdec._src.base.arrays import renamed, require
+from jax_specdec._src.base.platform import HAS_OLD_XLA
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, Decoding, Options, Serve
 from jax_specdec.lm.cli.prompts import InputError, read_file
@@ -20,9 +21,6 @@ from jax_specdec.lm.drafters import SUFFIX_PREFIX
 from jax_specdec.lm.formats.config_json import CONFIG_FILE
 from jax_specdec.lm.loading import Models, TargetText, load_models, read_target_text
 from jax_specdec.lm.models.fields import shown
-
-_CONVERTS_16_BITS = jax.__version_info__ < (0, 11)
-"""Whether XLA for CPUs has no product in 16 bits: it then converts all weights in every pass."""
 
 
 def load(
@@ -82,7 +80,7 @@ def _load(options: Options, text: TargetText, *, history: int = 0) -> Models:
         terminal.log("Weights are not held in int8, which is slower on a CPU.")
     # Not for the embedded target, whose `tokenizer` is None: it is in float32.
     dtype = options.dtype
-    if on_cpu and text.tokenizer is not None and dtype is None and _CONVERTS_16_BITS:
+    if on_cpu and text.tokenizer is not None and dtype is None and HAS_OLD_XLA:
         dtype = "float32"
         terminal.log(
             "Weights are held in float32: in 16 bits this JAX takes ten times as long on a CPU."

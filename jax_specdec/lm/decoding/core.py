@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.base.config import SpecDecodeConfig
-from jax_specdec._src.base.platform import Platform, traced_for_platform
+from jax_specdec._src.base.platform import HAS_OLD_XLA, Platform, traced_for_platform
 from jax_specdec._src.base.tree import TreeRows
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput
 from jax_specdec._src.drafts.store import DraftStore
@@ -68,9 +68,6 @@ to one operation, rounded once. Where an array [B, S] of numbers for each row is
 over the requests, of S at most 8, LLVM joins vectors of neighbouring rows to wider ones with
 AVX-512, and contracts in one kind alone: of S = 3, 5, 6 and 7 the last rows are rounded otherwise.
 """
-
-_COPIES_CACHES = jax.__version_info__ < (0, 11)
-"""JAX 0.10 for CPUs copies the cache of all slots where a branch of a condition changes some."""
 
 PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
 """The config of decoding without drafts."""
@@ -237,20 +234,22 @@ class Decoder:
           cache: of all slots, of `max_length` positions each.
           max_length: L.
         """
-        groups = [self.free_rows(rows) for rows in groups]
+        groups = [self.allowed_rows(rows) for rows in groups]
         wants = Wants(self.drafter.serves.aux_hidden_state_layers)
         return apply_groups(self.model, params, groups, cache, wants, max_length)
 
-    def is_free(self, num_requests: int) -> bool:
-        """Returns whether a pass of so many requests may do only what its texts and drafts need.
+    def may_follow_load(self, num_requests: int) -> bool:
+        """Returns whether last bits of a pass of so many requests may depend on the load.
 
-        Last bits then depend on the longest text, and on whether somebody has drafts.
+        It may then leave out rows without drafts, and what no text has reached in the cache. Of one
+        request alone, the load is its own.
         """
         return num_requests == 1 and not self.exact
 
-    def free_rows(self, rows: Rows) -> Rows:
-        """Returns rows, without `max_seen` unless a pass over them is free."""
-        return rows if self.is_free(rows.token_ids.shape[0]) else rows._replace(max_seen=None)
+    def allowed_rows(self, rows: Rows) -> Rows:
+        """Returns rows, without `max_seen` where last bits must not depend on the load."""
+        may_follow = self.may_follow_load(rows.token_ids.shape[0])
+        return rows if may_follow else rows._replace(max_seen=None)
 
     def draft_prompts(
         self,
@@ -269,7 +268,7 @@ class Decoder:
           next_token_ids: ``[R]`` int32, the token after these; any id after the last of a prompt.
         """
         serves = self.drafter.serves
-        prompts = self.free_rows(prompts)
+        prompts = self.allowed_rows(prompts)
 
         def read(rows: Rows, cache: Cache) -> Cache:
             # A drafter pairs features with the next token: without the former it is not given this.
@@ -488,9 +487,7 @@ class Decoder:
         groups = [Rows(tokens, start, drafted.slots, tree, max_seen=max_seen), *prompts]
         length = batch.token_ids.shape[1]
         # A pass may be narrow where nobody has drafts.
-        may_be_narrow = self.drafter.serves.may_abstain and self.is_free(tokens.shape[0])
-        if drafted.slots is not None and _COPIES_CACHES:
-            may_be_narrow = False
+        may_be_narrow = self.drafter.serves.may_abstain and self.may_follow_load(tokens.shape[0])
         arrays: Any
         if self.exact:
             arrays = params, groups, state.target_cache
@@ -695,7 +692,8 @@ def _run_as_wide_as_needed(
         padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, num_missing), (0, 0))), output)
         return padded, cache
 
-    if platform != "cpu":
+    # With the old XLA a branch that changes the cache of some slots copies that of all.
+    if platform != "cpu" or (rows.slots is not None and HAS_OLD_XLA):
         return wide(cache)
     # [R, n] -> []: proposals end at the first -1, so the first place says whether there are any
     has_drafts = jnp.any(ids[:, 0] >= 0)

@@ -149,8 +149,8 @@ class Engine(Decoder):
         such as ``(0, 1, 2, 4)``. A step is compiled for each, and `EngineDriver` chooses the one
         that pays best (see `StepCosts`). How a text is divided into steps then depends on the load,
         so greedy text stays as it is, and sampled text is another sample of the same distribution.
-        So do rows of a pass, and on a CPU how much of the cache attention reads: near ties of
-        float32 sums may be decided otherwise.
+        The rows of a pass follow the load, too, and on a CPU how much of the cache attention reads:
+        near ties of float32 sums may be decided otherwise.
         None for K drafts in every step. Of a drafter that proposes trees, a step has the so many
         best drafts of each tree, such as ``(0, 8, 16, 32)``, and all text stays as it is, because
         only the agreement rule verifies trees.
@@ -431,10 +431,10 @@ class Engine(Decoder):
         state = self.empty_state(params, draft_params, batch)
         return dataclasses.replace(state, draft_rates=self.new_draft_rates())
 
-    def is_free(self, num_requests: int) -> bool:
-        """Returns what `Decoder.is_free` does; also where the load changes last bits anyway."""
+    def may_follow_load(self, num_requests: int) -> bool:
+        """Returns what `Decoder.may_follow_load` does; true with a budget, which follows it."""
         has_budget = self.draft_budget is not None and not self.exact
-        return has_budget or super().is_free(num_requests)
+        return has_budget or super().may_follow_load(num_requests)
 
     def new_draft_rates(self) -> DraftRates | None:
         """Returns rates that have seen nothing; None without a `draft_budget`."""
